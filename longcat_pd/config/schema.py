@@ -1,0 +1,154 @@
+"""Every section of the cluster YAML as a frozen record. Data only: reading and checking is ``resolve.py``.
+
+Each part of the system is given its own section and nothing more. Field names are the YAML keys. What may be left to
+the machine ("auto") has the type ``... | None`` here only where the resolver keeps None; otherwise the resolver fills it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Role = Literal["prefill", "decode", "standalone"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """Which checkpoint, and how its text is treated."""
+
+    path: str
+    served_name: str = ""  # resolved: the folder's name
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    default_max_tokens: int = 32768
+    tool_parser: Literal["auto", "longcat", "longcat_xml", "none"] = "auto"
+    reasoning_parser: Literal["auto", "longcat", "none"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How one instance is split over its ranks (parallelism.md). Unset sizes are 1."""
+
+    pp_size: int = 1
+    cp_size: int = 1
+    dp_size: int = 1
+    kvp_size: int = 1
+    attn_tp_size: int = 1
+    layers_per_stage: tuple[int, ...] = ()  # resolved: even, larger stages first
+    keep_gathered: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one instance."""
+        return self.pp_size * self.cp_size * self.dp_size * self.kvp_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Memory, batch sizes and limits of one instance."""
+
+    block_size: int = 128
+    max_model_len: int = 0  # resolved: the checkpoint's max_position_embeddings; tokens of prompt + answer
+    max_num_seqs: int = 64  # slots of the whole instance
+    max_num_batched_tokens: int = 16384  # tokens of one prefill plan
+    exe_mode: Literal["eager"] = "eager"
+    num_blocks: int = 0  # blocks of each cache shard, block 0 included; resolved: from memory_fraction
+    memory_fraction: float = 0.8
+    max_queued_requests: int = 512
+    queue_timeout_s: float = 60.0
+    step_timeout_s: float = 120.0
+    rank_lost_s: float = 10.0
+    drain_timeout_s: float = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceConfig:
+    """One driver and its ranks. Ports count up from ``http_port`` (api.md 13)."""
+
+    name: str
+    http_port: int
+    nodes: tuple[str, ...] = ("127.0.0.1",)
+
+    @property
+    def host(self) -> str:
+        """Address of the driver: the first node."""
+        return self.nodes[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolConfig:
+    """All instances of one role; they are alike."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    instances: tuple[InstanceConfig, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferConfig:
+    """The hand-over of cache between pools."""
+
+    transport: Literal["process_group", "loopback"] = "process_group"
+    timeout_s: float = 60.0
+    pairing_timeout_s: float = 10.0
+    digest: Literal["off", "sample", "all"] = "off"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadBalancerConfig:
+    """The public face."""
+
+    host: str = "127.0.0.1"
+    port: int = 8081
+    retry: int = 1
+    max_inflight: int = 4096
+    max_body_bytes: int = 33554432
+    request_timeout_s: float = 3600.0
+    keepalive_comment_s: float = 0.0
+    api_key_file: str | None = None
+    admin_key_file: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """One YAML. ``standalone`` replaces both pools in `serve` and `infer`."""
+
+    model: ModelSection
+    device: Literal["cpu", "cuda", "npu"] = "cpu"
+    devices_per_node: int = 16
+    card_memory_gib: float | None = None
+    prefill: PoolConfig | None = None
+    decode: PoolConfig | None = None
+    standalone: PoolConfig | None = None
+    load_balancer: LoadBalancerConfig = field(default_factory=LoadBalancerConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    cluster_key_file: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    log_dir: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerAddress:
+    """Another instance as this one knows it."""
+
+    name: str
+    role: Role
+    host: str
+    http_port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceSpec:
+    """All that one instance (driver and ranks) is told; a rank gets it as one JSON string."""
+
+    name: str
+    role: Role
+    host: str
+    http_port: int
+    device: Literal["cpu", "cuda", "npu"]
+    model: ModelSection
+    parallel: ParallelConfig
+    engine: EngineConfig
+    transfer: TransferConfig
+    peers: tuple[PeerAddress, ...] = ()
+    cluster_key_file: str | None = None
+    config_digest: str = ""

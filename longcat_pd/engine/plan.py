@@ -1,0 +1,145 @@
+"""Everything that crosses between a driver and its ranks: numbered plans one way, outputs and events the other.
+
+Plain records without tensors. Every rank executes every plan exactly once, in the order of ``step_id`` (1, 2, ...); a gap
+is a fault. A plan without segments computes nothing: it only admits, retires, or announces arrivals. Token ids and block
+lists travel as little-endian int32 ``bytes`` (``wire.pack`` / ``unpack``).
+
+Order inside one plan: retire, arrivals, aborts, admit, segments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from longcat_pd.kv_transfer.messages import Arrival, Push, TransferClosed
+
+Phase = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotSampling:
+    """What a rank's sampler needs of SamplingParams."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    choice: int
+    num_logprobs: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admit:
+    """A sequence takes a slot of one group.
+
+    ``token_ids``: all ids known so far (the prompt; at the decode side prompt + first generated token).
+    ``num_computed``: leading tokens whose cache is already there (0 in prefill; the prompt's length after a hand-over).
+    ``blocks[b]``: local id of block number b in the shard that BlockSplit(n, block_size, split_start) names; covers the
+    whole reservation.
+    """
+
+    slot: int
+    group: int
+    token_ids: bytes
+    prompt_len: int
+    num_computed: int
+    blocks: bytes
+    split_start: int
+    sampling: SlotSampling
+    push: Push | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """Consecutive query tokens of one sequence.
+
+    Prefill: ``start`` and ``num_tokens`` in positions of the sequence; a segment that is not ``is_last`` ends at a block
+    border; the last one yields a sampled token. Decode: one new token at the end that the rank knows, ``start`` is -1.
+    """
+
+    slot: int
+    start: int
+    num_tokens: int
+    is_last: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """What all ranks of an instance do next. ``retire`` frees slots, ``drop`` ends arrivals that never took a slot."""
+
+    step_id: int
+    phase: Phase
+    admit: tuple[Admit, ...] = ()
+    segments: tuple[Segment, ...] = ()
+    retire: tuple[int, ...] = ()
+    arrivals: tuple[Arrival, ...] = ()
+    drop: tuple[str, ...] = ()  # transfer ids whose reserved blocks go back
+    cancel_push: tuple[str, ...] = ()  # transfer ids whose remaining sends are given up
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotOutput:
+    """Sampled tokens of one slot, in order, with log-probs where asked for (``top``: id, log-prob; best first)."""
+
+    slot: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankAccounts:
+    """A rank's own count of what it holds, from the plans that it executed (api.md 12, /debug/accounting)."""
+
+    rank: int
+    blocks_total: int = 0  # block 0 not counted
+    blocks_reserved: int = 0
+    blocks_live: int = 0
+    blocks_quarantined: int = 0
+    slots_total: int = 0
+    slots_used: int = 0
+    lanes_posted: int = 0
+    lanes_unsent: int = 0
+
+    @property
+    def blocks_free(self) -> int:
+        """What is in none of the other states."""
+        return self.blocks_total - self.blocks_reserved - self.blocks_live - self.blocks_quarantined
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutput:
+    """Answer of one rank to one plan. ``slots`` only from the reporting rank (see ``Executor``); others acknowledge."""
+
+    step_id: int
+    rank: int
+    slots: tuple[SlotOutput, ...] = ()
+    compute_ms: float = 0.0
+    fault: str | None = None
+    accounts: RankAccounts | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heartbeat:
+    """Sent by every rank each second, also while a step computes; the driver's measure of silence."""
+
+    rank: int
+    step_id: int  # step in work, 0 when idle
+    accounts: RankAccounts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankReady:
+    """A rank has loaded its weights and joined its groups."""
+
+    rank: int
+    load_s: float
+    weight_bytes: int
+    num_blocks: int
+    cache_entries: tuple[tuple[str, int, str], ...]  # name, width, data type: must be equal in both pools (by name)
+    model_digest: str
+    accounts: RankAccounts
+
+
+RankMessage = RankReady | Heartbeat | StepOutput | TransferClosed

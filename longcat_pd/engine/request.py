@@ -1,0 +1,105 @@
+"""What is asked of an engine and what comes out of it: plain records, no queues and no tensors.
+
+``Request`` is frozen and made by the face (``server/app.py``). ``Sequence`` is the scheduler's and nobody else writes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from longcat_pd.errors import InvalidRequest
+
+
+class FinishReason(str, Enum):
+    """Why a sequence ended. Everything that goes wrong is an exception, not a reason."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen (api.md 3.1 and 8). Validated at construction: InvalidRequest names the field.
+
+    ``temperature`` 0 is arg-max; ``top_k`` 0 is off; ``num_logprobs`` None: no log-probs, n: those of the token and of the
+    n best. ``seed`` and ``choice`` key every draw together with the position.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 16
+    seed: int = 0
+    choice: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    num_logprobs: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", 0.0 <= self.temperature <= 2.0, self.temperature, "0 ... 2"),
+            ("top_p", 0.0 < self.top_p <= 1.0, self.top_p, "0 < p <= 1"),
+            ("top_k", self.top_k >= 0, self.top_k, ">= 0, 0 = off"),
+            ("max_tokens", self.max_tokens >= 1, self.max_tokens, ">= 1"),
+            ("seed", -(2**63) <= self.seed < 2**63, self.seed, "64-bit signed"),
+            ("logprobs", self.num_logprobs is None or 0 <= self.num_logprobs <= 20, self.num_logprobs, "0 ... 20"),
+        )
+        for name, ok, value, allowed in checks:
+            if not ok:
+                raise InvalidRequest(f"{name} = {value} is outside {allowed}", param=name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferRef:
+    """The hand-over that a request belongs to: id (one per attempt and choice) and the *name* of the other instance."""
+
+    id: str
+    peer: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One choice of one client request. Prompt not empty; prompt + max_tokens <= max_model_len (the face checks)."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    deadline: float  # on the instance's clock
+    transfer: TransferRef | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """One generated token. ``logprob`` and ``top`` (id, log-prob; best first) only where they were asked for."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of an answer: tokens in order; ``finish`` is on the last piece and only there.
+
+    ``matched_stop_token`` is the member of ``stop_token_ids`` that ended the answer (None for EOS and length).
+    ``timings_ms`` is on the last piece: queue, prefill, transfer, ... as far as this instance knows them.
+    """
+
+    tokens: tuple[TokenOutput, ...]
+    finish: FinishReason | None = None
+    matched_stop_token: int | None = None
+    timings_ms: dict[str, float] = field(default_factory=dict)
+
+
+class Event(str, Enum):
+    """Life events of a request, in the order of time. The one source of every latency figure."""
+
+    ARRIVED = "arrived"
+    OFFERED = "offered"
+    GRANTED = "granted"
+    PREFILL_STARTED = "prefill_started"
+    PREFILL_ENDED = "prefill_ended"
+    COMMITTED = "committed"
+    FIRST_TOKEN = "first_token"
+    FINISHED = "finished"

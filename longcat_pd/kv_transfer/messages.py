@@ -1,0 +1,160 @@
+"""The records of a hand-over: between the two drivers, and between a driver and its own ranks. Plain data for ``wire.py``.
+
+P connects to D's control port (http_port + 1). The life of a transfer::
+
+    P -> Offer      D -> Grant | Refuse      P -> Commit      D -> Ack
+    either -> Abort at any time
+
+Token ids and block lists are little-endian int32 bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    """First record on a link, and again whenever an incarnation changes. The fields that must agree: api.md 11.3."""
+
+    name: str
+    role: str
+    incarnation: str
+    wire_version: int
+    code_version: str
+    model_digest: str
+    tokenizer_digest: str
+    block_size: int
+    cache_entries: tuple[tuple[str, int, str], ...]
+    digest_mode: str
+    max_model_len: int
+    pp_size: int
+    cp_size: int
+    dp_size: int
+    kvp_size: int
+    layers_per_stage: tuple[int, ...]
+    lane_host: str = ""
+    lane_port: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beat:
+    """Heartbeat of a driver."""
+
+    name: str
+    incarnation: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """P has room for this prompt. ``seed`` and ``max_tokens`` are resolved by P, so that both sides use the same."""
+
+    transfer_id: str
+    request_id: str
+    incarnation: str
+    token_ids: bytes
+    max_tokens: int
+    seed: int
+    deadline_ms: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grant:
+    """D has reserved: group, blocks by number (local ids on the rank that BlockSplit names), start of the split."""
+
+    transfer_id: str
+    incarnation: str
+    group: int
+    blocks: bytes
+    split_start: int
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refuse:
+    """D does not take the offer: an error code of errors.py and a message."""
+
+    transfer_id: str
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit:
+    """Prefill is done: the first token with its log-probs. The lanes may still be draining."""
+
+    transfer_id: str
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...]
+    timings_ms: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ack:
+    """Everything has arrived; P may free."""
+
+    transfer_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Abort:
+    """This side has given the transfer up. ``reason`` is for the log; ``peer_gone`` marks an echo."""
+
+    transfer_id: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Push:
+    """Where a prefill rank sends the cache of a slot: the grant of the decode side.
+
+    ``blocks[b]`` is the local id of the sequence's block number b on the decode rank that ``BlockSplit(kvp_size,
+    block_size, split_start)`` names; those ranks are ``first_rank + kvp_rank`` of instance ``peer``.
+    """
+
+    transfer_id: str
+    peer: str
+    peer_incarnation: str
+    lane_host: str
+    lane_port: int
+    kvp_size: int
+    first_rank: int
+    blocks: bytes
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """Announces a transfer to the decode ranks of a group before it is granted: these blocks are reserved for it."""
+
+    transfer_id: str
+    group: int
+    peer: str
+    peer_incarnation: str
+    source_pp_size: int
+    source_cp_size: int
+    source_layers: tuple[int, ...]  # layers of each source stage
+    prompt_len: int
+    blocks: bytes  # as in Push; covers the whole reservation of the sequence
+    split_start: int
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferClosed:
+    """A rank's part of a transfer is over: its lanes are quiet, nothing more is read from or written to its blocks.
+
+    ``ok``: everything was sent (prefill side) or has arrived and was checked (decode side). ``bytes_before_last_layer``:
+    bytes that had left when the last layer of the last chunk was computed.
+    """
+
+    transfer_id: str
+    rank: int
+    ok: bool
+    reason: str = ""
+    num_bytes: int = 0
+    bytes_before_last_layer: int = 0
+
+
+ControlMessage = Hello | Beat | Offer | Grant | Refuse | Commit | Ack | Abort

@@ -1,0 +1,75 @@
+"""The rank side of a hand-over as the step loop sees it: two small interfaces, implemented in ``lanes.py``.
+
+All calls come from the rank's step thread and return at once; the work happens on lane threads. Results come back as
+``TransferClosed`` through the callback that the implementation was given, exactly one per transfer and rank, also for a
+rank that has nothing to send or to receive, and also after a cancel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from longcat_pd.kv_transfer.messages import Arrival, Push
+
+
+@dataclass(frozen=True, slots=True)
+class LaneCounts:
+    """For the accounts: receives waiting for bytes, sends not yet handed to the wire, blocks of open arrivals."""
+
+    posted: int = 0
+    unsent: int = 0
+    reserved_blocks: int = 0
+    quarantined_blocks: int = 0
+
+
+class PushSide(Protocol):
+    """Prefill rank: sends finished layers of granted sequences."""
+
+    def begin(self, push: Push, *, prompt_len: int, blocks: bytes, split_start: int) -> None:
+        """A sequence with a grant was admitted. ``blocks``, ``split_start``: its own blocks as in ``Admit``."""
+        ...
+
+    def push_layer(self, transfer_id: str, layer: int, first_block: int, end_block: int, *, is_last_chunk: bool) -> None:
+        """Layer ``layer`` (number in the model) of block numbers first_block ... end_block - 1 is written and final.
+
+        Called once for each layer of this stage and chunk, in order, right after the layer was computed. The last layer of
+        this stage with ``is_last_chunk`` ends the transfer.
+        """
+        ...
+
+    def cancel(self, transfer_id: str) -> None:
+        """Give up what is not sent yet. Unknown or finished transfers are ignored."""
+        ...
+
+    def counts(self) -> LaneCounts:
+        """For the accounts."""
+        ...
+
+    def close(self) -> None:
+        """End all lanes."""
+        ...
+
+
+class ArrivalSide(Protocol):
+    """Decode rank: receives into reserved blocks."""
+
+    def announce(self, arrival: Arrival) -> None:
+        """These blocks will be filled; start to receive."""
+        ...
+
+    def drop(self, transfer_id: str) -> None:
+        """Nothing may be written into the blocks of this transfer from the return of this call on."""
+        ...
+
+    def adopt(self, transfer_id: str) -> None:
+        """The sequence takes a slot: its blocks are live now and no longer counted as reserved here."""
+        ...
+
+    def counts(self) -> LaneCounts:
+        """For the accounts."""
+        ...
+
+    def close(self) -> None:
+        """End all lanes."""
+        ...

@@ -1,0 +1,40 @@
+"""The batch as one rank sees it. Filled by ``engine/inputs.py``, read by the models; plain tensors, no requests.
+
+Letters: T rows (query tokens) of this rank, B sequences, M table columns, N n-gram order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardInputs:
+    """One step's rows, packed sequence after sequence.
+
+    ``block_tables[s, j]`` is a block of the *visible cache*: of this rank's cache tensors (LocalKV, PartitionedKV) or of
+    the gathered buffer (GatheredKV: ``rank * num_gather + i`` is the i-th block that ``rank`` contributed). The block with
+    number b of sequence s stands in column ``b // table_stride``; ``block_starts[s, j]`` is the position of the block's
+    first token, or a number above every position for columns that hold nothing. ``table_stride`` is 1 except for
+    PartitionedKV, where the table lists only the blocks that this rank holds and the stride is the number of ranks (one
+    block of every round of BlockSplit lies on each rank).
+
+    Padding rows: seq 0, position 0, slot in block 0; their outputs are ignored.
+    """
+
+    token_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    row_seqs: torch.Tensor  # [T] int64, index of the row's sequence in the batch
+    slot_mapping: (
+        torch.Tensor
+    )  # [T] int64, block * block_size + offset in this rank's cache; inside block 0 if not kept here
+    ngram_windows: torch.Tensor | None  # [T, N] int64: t_i, t_{i-1}, ...; -1 before the start of the sequence
+    cu_seqlens_q: tuple[int, ...]  # B + 1 row offsets
+    kv_lens: tuple[int, ...]  # B: tokens of the sequence known to the cache after this step
+    block_tables: torch.Tensor  # [B, M] int64
+    block_starts: torch.Tensor  # [B, M] int64
+    table_stride: int
+    gather_blocks: torch.Tensor | None  # [num_gather] int64 local block ids to contribute, padded with 0; GatheredKV only
+    output_rows: torch.Tensor  # [R] int64: rows of this rank whose logits are wanted

@@ -1,0 +1,60 @@
+"""The one small interface between the HTTP face and an instance: what ``create_app`` needs, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from longcat_pd.config.schema import EngineConfig, ModelSection, Role
+from longcat_pd.engine.request import Delta, Request, SamplingParams, TransferRef
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readiness:
+    """What ``/ready`` says of a worker (api.md 12). ``reasons``: dicts with code, detail, rank; not empty = not ready."""
+
+    busy: bool
+    incarnation: str
+    config_digest: str
+    ranks_total: int
+    ranks_ok: int
+    peers: dict[str, str] = field(default_factory=dict)
+    reasons: tuple[dict[str, Any], ...] = ()
+    is_lost: bool = False  # /health is 503: the process cannot recover and is about to exit
+
+
+class Service(Protocol):
+    """One instance behind a face. Implemented by the standalone engine, the prefill worker and the decode worker."""
+
+    name: str
+    role: Role
+    model: ModelSection
+    engine_config: EngineConfig
+
+    def generate(self, request: Request) -> AsyncIterator[Delta]:
+        """Run one request. Closing the iterator is the only cancel; errors are raised as LongcatError.
+
+        A prefill worker yields exactly one Delta (no tokens, timings set) after the acknowledgement.
+        """
+        ...
+
+    async def adopt(self, transfer: TransferRef, deadline: float, sampling: SamplingParams) -> Request:
+        """Decode worker only: wait for the offer of this transfer; the request with its prompt ids, max_tokens and seed."""
+        ...
+
+    def readiness(self) -> Readiness:
+        """From what is known already; never waits."""
+        ...
+
+    async def accounting(self) -> dict[str, Any]:
+        """The worker form of ``/debug/accounting``: fresh figures of all ranks that answer within 2 s."""
+        ...
+
+    def info(self) -> dict[str, Any]:
+        """``parallel`` and ``internal_states`` of ``/server_info``."""
+        ...
+
+    def now(self) -> float:
+        """The instance's clock, on which deadlines are stated."""
+        ...
