@@ -152,3 +152,16 @@ class InstanceSpec:
     peers: tuple[PeerAddress, ...] = ()
     cluster_key_file: str | None = None
     config_digest: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSpec:
+    """All that one rank process is told, as one JSON string (``wire.to_json``). Endpoints are ZeroMQ addresses of the driver."""
+
+    instance: InstanceSpec
+    rank: int
+    incarnation: str
+    plan_endpoint: str
+    output_endpoint: str
+    rendezvous_host: str
+    rendezvous_port: int
