@@ -156,7 +156,7 @@ class InstanceSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """All that one rank process is told, as one JSON string (``wire.to_json``). Endpoints are ZeroMQ addresses of the driver."""
+    """All that one rank process is told, as one JSON string. Endpoints are ZeroMQ addresses of the driver."""
 
     instance: InstanceSpec
     rank: int
