@@ -1,0 +1,208 @@
+"""Small records on ZeroMQ: sockets by the name of their pattern, and the form of a record on the wire.
+
+A record is a frozen dataclass; on the wire it is two frames, its class name and its fields as MessagePack. Lists of token
+or block ids are little-endian int32 bytes inside a record. This file alone knows ZeroMQ and msgspec; it knows no record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Generic, Literal, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+R = TypeVar("R")
+
+WIRE_VERSION = 1  # raised whenever a record changes its meaning; must be equal in both pools
+
+Pattern = Literal["router", "dealer", "push", "pull"]
+
+_KINDS: dict[Pattern, int] = {"router": zmq.ROUTER, "dealer": zmq.DEALER, "push": zmq.PUSH, "pull": zmq.PULL}
+_HIGH_WATER_MARK = 4096  # messages; far above what is ever in flight, so that reaching it means a dead reader
+_MAX_FRAME_BYTES = 256 << 20  # a plan with a million-token prompt takes 4 MiB
+_MAX_TAG_BYTES = 64
+
+
+class MalformedRecord(ValueError):
+    """Frames that are not a record of the expected kinds: unknown tag, wrong types, too long."""
+
+
+class Unsendable(ConnectionError):
+    """The message cannot leave now: no such peer is connected, or it has stopped reading."""
+
+
+def _set_up(
+    socket: zmq.Socket[bytes] | zmq.asyncio.Socket, pattern: Pattern, endpoint: str, *, bind: bool, identity: bytes
+) -> None:
+    socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    if pattern == "router":
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else a message to an absent peer vanishes in silence
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted peer takes over its name
+    if identity:
+        socket.setsockopt(zmq.IDENTITY, identity)
+    if bind:
+        socket.bind(endpoint)
+    else:
+        socket.connect(endpoint)
+
+
+def _last_endpoint(socket: zmq.Socket[bytes] | zmq.asyncio.Socket) -> str:
+    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return endpoint.rstrip(b"\0").decode()
+
+
+class AsyncSocket:
+    """A socket of an event loop. ``send`` never waits; ``recv`` is cancellable.
+
+    A ROUTER's messages begin with the identity of the peer, both ways.
+
+    Args:
+        pattern: router, dealer, push or pull.
+        endpoint: ZeroMQ address; port ``*`` or 0 takes a free one when bound.
+        bind: listen (else connect, now and again after every break).
+        identity: name under which a ROUTER knows this socket.
+        linger_s: how long ``close`` lets unsent messages leave.
+
+    Raises:
+        OSError: the address cannot be bound (zmq.ZMQError is one).
+    """
+
+    def __init__(
+        self, pattern: Pattern, endpoint: str, *, bind: bool, identity: bytes = b"", linger_s: float = 0.0
+    ) -> None:
+        self._context = zmq.asyncio.Context()
+        self._linger_ms = int(linger_s * 1000)
+        self._socket = self._context.socket(_KINDS[pattern])
+        try:
+            _set_up(self._socket, pattern, endpoint, bind=bind, identity=identity)
+        except zmq.ZMQError as error:
+            self.close()
+            raise OSError(error.errno, f"{endpoint}: {error.strerror}") from error
+
+    @property
+    def endpoint(self) -> str:
+        """Address that was last bound or connected, with the port that was taken."""
+        return _last_endpoint(self._socket)
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Hand one message to ZeroMQ. Raises Unsendable."""
+        sent = self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
+        assert isinstance(sent, asyncio.Future)  # with NOBLOCK it is done on return
+        try:
+            sent.result()
+        except zmq.ZMQError as error:
+            raise Unsendable(str(error)) from error
+
+    async def recv(self) -> list[bytes]:
+        """Wait for the next message."""
+        return await self._socket.recv_multipart()
+
+    def close(self) -> None:
+        """Close; a waiting ``recv`` is cancelled."""
+        self._context.destroy(linger=self._linger_ms)
+
+
+class BlockingSocket:
+    """The same for a thread of a rank. Owned by one thread at a time."""
+
+    def __init__(
+        self, pattern: Pattern, endpoint: str, *, bind: bool, identity: bytes = b"", linger_s: float = 1.0
+    ) -> None:
+        self._context = zmq.Context()
+        self._linger_ms = int(linger_s * 1000)
+        self._socket = self._context.socket(_KINDS[pattern])
+        try:
+            _set_up(self._socket, pattern, endpoint, bind=bind, identity=identity)
+        except zmq.ZMQError as error:
+            self.close()
+            raise OSError(error.errno, f"{endpoint}: {error.strerror}") from error
+
+    @property
+    def endpoint(self) -> str:
+        """Address that was last bound or connected, with the port that was taken."""
+        return _last_endpoint(self._socket)
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Hand one message to ZeroMQ. Raises Unsendable."""
+        try:
+            self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise Unsendable(str(error)) from error
+
+    def recv(self, timeout_s: float) -> list[bytes] | None:
+        """The next message, or None when ``timeout_s`` are over first."""
+        if not self._socket.poll(int(timeout_s * 1000)):
+            return None
+        return self._socket.recv_multipart()
+
+    def close(self) -> None:
+        """Close, after at most ``linger_s``."""
+        self._context.destroy(linger=self._linger_ms)
+
+
+class Codec(Generic[R]):
+    """A closed set of record classes <-> frames ``[class name, MessagePack]``."""
+
+    def __init__(self, *classes: type[R]) -> None:
+        self._decoders = {c.__name__.encode(): msgspec.msgpack.Decoder(c) for c in classes}
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def encode(self, record: R) -> list[bytes]:
+        """Frames of a record of this set."""
+        tag = type(record).__name__.encode()
+        assert tag in self._decoders, f"{tag!r} does not travel here"
+        return [tag, self._encoder.encode(record)]
+
+    def decode(self, frames: Sequence[bytes]) -> R:
+        """The record in these frames (without a ROUTER's identity frame). Raises MalformedRecord."""
+        if len(frames) != 2 or len(frames[0]) > _MAX_TAG_BYTES:
+            raise MalformedRecord(f"{len(frames)} frames where a tag and a body were expected")
+        decoder = self._decoders.get(bytes(frames[0]))
+        if decoder is None:
+            raise MalformedRecord(f"unknown record {bytes(frames[0])!r}")
+        try:
+            return decoder.decode(frames[1])
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise MalformedRecord(f"{bytes(frames[0]).decode()}: {error}") from error
+
+
+def to_json(record: object) -> str:
+    """A record, or plain data, as JSON text."""
+    return msgspec.json.encode(record).decode()
+
+
+def from_json(cls: type[R], text: str | bytes) -> R:
+    """The record of class ``cls`` in JSON text. Raises MalformedRecord."""
+    try:
+        return msgspec.json.decode(text, type=cls)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise MalformedRecord(f"{cls.__name__}: {error}") from error
+
+
+def pack(ids: Iterable[int]) -> bytes:
+    """Ids as little-endian int32 bytes."""
+    numbers = array("i", ids)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def unpack(data: bytes) -> array[int]:
+    """The ids in little-endian int32 bytes. Raises MalformedRecord when the length is no multiple of 4."""
+    if len(data) % 4:
+        raise MalformedRecord(f"{len(data)} bytes are no list of int32")
+    numbers = array("i")
+    numbers.frombytes(data)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
