@@ -1,0 +1,186 @@
+"""Every metric of the product, declared once; one ``Metrics`` object with a registry of its own for each process.
+
+Owns names, kinds, labels and buckets. Does not know who counts. ``role`` and ``instance`` are bound when the object is
+made; what is left are the few labels named at each attribute, whose values come from closed sets.
+
+Names of attributes are those of the metrics, in groups: ``metrics.http.inflight_requests`` is
+``longcat_pd_inflight_requests``. A metric with more labels is called with their values, in order:
+``metrics.engine.blocks("free").set(7)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+BLOCK_STATES = ("free", "cached", "reserved", "live", "quarantined")
+
+_Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
+_WAITS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+_STEPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
+
+
+class Labelled(Generic[_Metric]):
+    """A metric with labels besides role and instance: call it with their values to get the one to change."""
+
+    def __init__(self, family: _Metric, bound: tuple[str, str]) -> None:
+        self._family: _Metric = family
+        self._bound = bound
+
+    def __call__(self, *values: str) -> _Metric:
+        """The child for these label values."""
+        return self._family.labels(*self._bound, *values)
+
+
+class _Declare:
+    """Makes metrics in one registry, with the prefix and the two labels that all of them have."""
+
+    def __init__(self, registry: CollectorRegistry, role: str, instance: str) -> None:
+        self._registry = registry
+        self._bound = (role, instance)
+
+    def counters(self, name: str, text: str, labels: Sequence[str]) -> Labelled[Counter]:
+        return Labelled(Counter(f"longcat_pd_{name}", text, self._labels(labels), registry=self._registry), self._bound)
+
+    def gauges(self, name: str, text: str, labels: Sequence[str]) -> Labelled[Gauge]:
+        return Labelled(Gauge(f"longcat_pd_{name}", text, self._labels(labels), registry=self._registry), self._bound)
+
+    def histograms(
+        self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float] = _WAITS
+    ) -> Labelled[Histogram]:
+        family = Histogram(
+            f"longcat_pd_{name}", text, self._labels(labels), registry=self._registry, buckets=tuple(buckets)
+        )
+        return Labelled(family, self._bound)
+
+    def counter(self, name: str, text: str) -> Counter:
+        return self.counters(name, text, ())()
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        return self.gauges(name, text, ())()
+
+    def histogram(self, name: str, text: str, buckets: Sequence[float] = _WAITS) -> Histogram:
+        return self.histograms(name, text, (), buckets)()
+
+    @staticmethod
+    def _labels(more: Sequence[str]) -> tuple[str, ...]:
+        return ("role", "instance", *more)
+
+
+class HttpMetrics:
+    """What the HTTP face saw. ``route`` is a path of our own table or ``other``; ``status`` includes 499."""
+
+    def __init__(self, declare: _Declare) -> None:
+        self.http_requests_total = declare.counters("http_requests_total", "Answers sent", ("route", "status"))
+        self.http_request_seconds = declare.histograms(
+            "http_request_seconds", "From the request's head to the end of its answer", ("route", "status")
+        )
+        self.inflight_requests = declare.gauge("inflight_requests", "Generation requests that have no end yet")
+
+    def finished(self, *, route: str, status: int, seconds: float) -> None:
+        """Count one answer."""
+        self.http_requests_total(route, str(status)).inc()
+        self.http_request_seconds(route, str(status)).observe(seconds)
+
+
+class RequestMetrics:
+    """Generation requests. ``outcome``: stop, length, tool_calls, cancelled, or an error code.
+
+    ``cancels_total(source)``: client, deadline, peer, drain.
+    """
+
+    def __init__(self, declare: _Declare) -> None:
+        self.requests_total = declare.counters("requests_total", "Generation requests by how they ended", ("outcome",))
+        self.cancels_total = declare.counters("cancels_total", "Requests ended before their time", ("from",))
+        self.prompt_tokens_total = declare.counter("prompt_tokens_total", "Tokens of prompts")
+        self.output_tokens_total = declare.counter("output_tokens_total", "Tokens of answers")
+        self.cached_tokens_total = declare.counter("cached_tokens_total", "Tokens of prompts found in the prefix cache")
+        self.queue_seconds = declare.histogram("queue_seconds", "Arrival to the first plan or the offer's grant")
+        self.prefill_seconds = declare.histogram("prefill_seconds", "First prefill plan to the first token")
+        self.transfer_seconds = declare.histogram("transfer_seconds", "End of prefill to the committed hand-over")
+        self.first_token_seconds = declare.histogram("first_token_seconds", "Arrival to the first token")
+        self.per_token_seconds = declare.histogram("per_token_seconds", "Mean time between tokens of one answer", _STEPS)
+        self.request_seconds = declare.histogram("request_seconds", "Arrival to the last token")
+
+
+class EngineMetrics:
+    """Steps, queues and memory of one instance.
+
+    ``step_seconds(phase)``, ``driver_step_seconds(phase)``: prefill, decode. States: ``sequences`` waiting, running;
+    ``blocks`` of BLOCK_STATES; ``slots`` free, used; ``ranks`` ok, silent, lost.
+    """
+
+    def __init__(self, declare: _Declare) -> None:
+        self.step_seconds = declare.histograms("step_seconds", "Plan submitted to output received", ("phase",), _STEPS)
+        self.driver_step_seconds = declare.histograms(
+            "driver_step_seconds", "The driver's own work for one step", ("phase",), _STEPS
+        )
+        self.draft_tokens_total = declare.counter("draft_tokens_total", "Tokens proposed by the draft source")
+        self.accepted_tokens_total = declare.counter("accepted_tokens_total", "Proposed tokens that were accepted")
+        self.sequences = declare.gauges("sequences", "Sequences in the scheduler", ("state",))
+        self.blocks = declare.gauges("blocks", "Cache blocks, all shards together", ("state",))
+        self.slots = declare.gauges("slots", "Decode slots", ("state",))
+        self.ranks = declare.gauges("ranks", "Rank processes", ("state",))
+
+
+class TransferMetrics:
+    """Hand-overs. ``transfers_total(outcome)``: committed, aborted, timed_out, digest_mismatch, peer_lost."""
+
+    def __init__(self, declare: _Declare) -> None:
+        self.transfers_open = declare.gauge("transfers_open", "Hand-overs without an end yet")
+        self.transfers_total = declare.counters("transfers_total", "Hand-overs by how they ended", ("outcome",))
+        self.transfer_bytes_total = declare.counter("transfer_bytes_total", "Cache bytes sent or received on lanes")
+        self.transfer_early_bytes_total = declare.counter(
+            "transfer_early_bytes_total", "Of transfer_bytes_total, sent before the last layer of the prompt was computed"
+        )
+
+
+class BalancerMetrics:
+    """Legs and instances as the balancer sees them. ``leg``: prefill, decode; ``cause``: client, load, self, peer."""
+
+    def __init__(self, declare: _Declare) -> None:
+        self.legs_open = declare.gauges("legs_open", "Calls to workers without an end yet", ("leg",))
+        self.leg_failures_total = declare.counters("leg_failures_total", "Calls to workers that failed", ("leg", "cause"))
+        self.retries_total = declare.counter("retries_total", "Second attempts")
+        self.instance_ready = declare.gauges("instance_ready", "Whether an instance is in the pool", ("target",))
+        self.breaker_open = declare.gauges("breaker_open", "Whether an instance is kept out for its failures", ("target",))
+
+
+class Metrics:
+    """All metrics of one process.
+
+    Args:
+        role: prefill, decode, standalone or load_balancer.
+        instance: the process's own name in the configuration.
+    """
+
+    def __init__(self, *, role: str, instance: str) -> None:
+        self._registry = CollectorRegistry()
+        self._refreshes: list[Callable[[], None]] = []
+        declare = _Declare(self._registry, role, instance)
+        self._build_info = declare.gauges("build_info", "Always 1", ("version", "model_digest", "wire_version"))
+        self.ready = declare.gauge("ready", "What /ready says")
+        self.draining = declare.gauge("draining", "Whether new requests are refused because the process is to end")
+        self.http = HttpMetrics(declare)
+        self.requests = RequestMetrics(declare)
+        self.engine = EngineMetrics(declare)
+        self.transfers = TransferMetrics(declare)
+        self.balancer = BalancerMetrics(declare)
+
+    def build_info(self, *, version: str, model_digest: str, wire_version: str) -> None:
+        """Say once what runs here."""
+        self._build_info(version, model_digest, wire_version).set(1)
+
+    def refresh_with(self, refresh: Callable[[], None]) -> None:
+        """Call ``refresh`` before each rendering; for gauges that are read from state rather than counted along."""
+        self._refreshes.append(refresh)
+
+    def render(self) -> bytes:
+        """The Prometheus text of all metrics; its content type is ``CONTENT_TYPE``."""
+        for refresh in self._refreshes:
+            refresh()
+        return generate_latest(self._registry)
