@@ -52,5 +52,17 @@ class MonotonicClock:
         await asyncio.sleep(seconds)
 
     async def within(self, seconds: float, awaitable: Awaitable[T]) -> T:
-        """Await with a limit; TimeoutError afterwards."""
-        return await asyncio.wait_for(awaitable, max(seconds, 0.0))
+        """Await with a limit; TimeoutError afterwards.
+
+        Not ``asyncio.wait_for``: before Python 3.12 that swallows a cancellation which comes in the same turn as the result.
+        """
+        task = asyncio.ensure_future(awaitable)
+        try:
+            await asyncio.wait({task}, timeout=max(seconds, 0.0))
+            if task.done():
+                return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+        raise TimeoutError(f"not within {seconds:.3f} s")

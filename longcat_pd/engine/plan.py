@@ -4,7 +4,8 @@ Plain records without tensors. Every rank executes every plan exactly once, in t
 is a fault. A plan without segments computes nothing: it only admits, retires, or announces arrivals. Token ids and block
 lists travel as little-endian int32 ``bytes`` (``wire.pack`` / ``unpack``).
 
-Order inside one plan: retire, arrivals, aborts, admit, segments.
+Order inside one plan: retire, drop and cancel_push, arrivals, admit, segments. A driver gives the blocks of a dropped arrival
+to nobody before a later plan.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Admit:
     ``token_ids``: all ids known so far (the prompt; at the decode side prompt + first generated token).
     ``num_computed``: leading tokens whose cache is already there (0 in prefill; the prompt's length after a hand-over).
     ``blocks[b]``: local id of block number b in the shard that BlockSplit(n, block_size, split_start) names; covers the
-    whole reservation.
+    whole reservation. ``arrival``: the announced transfer whose blocks become this sequence's (decode side).
     """
 
     slot: int
@@ -48,6 +49,7 @@ class Admit:
     split_start: int
     sampling: SlotSampling
     push: Push | None = None
+    arrival: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +78,14 @@ class StepPlan:
     arrivals: tuple[Arrival, ...] = ()
     drop: tuple[str, ...] = ()  # transfer ids whose reserved blocks go back
     cancel_push: tuple[str, ...] = ()  # transfer ids whose remaining sends are given up
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stop:
+    """The last message to a rank: end after the plans before it. Sent on the plans' socket."""
+
+
+PlanMessage = StepPlan | Stop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
