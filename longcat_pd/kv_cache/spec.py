@@ -1,0 +1,58 @@
+"""Which vectors each attention caches: the entries of a pipeline stage. Knows the checkpoint's shape, no blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from longcat_pd.config.model import ModelConfig
+
+ATTENTIONS_PER_LAYER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """One vector for each token: ``latent.{a}`` and ``rope.{a}`` of attention a, ``index.{a}`` where a owns an indexer."""
+
+    name: str
+    attention: int  # global number: 2 * layer + place in the layer
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def layer(self) -> int:
+        """The decoder layer."""
+        return self.attention // ATTENTIONS_PER_LAYER
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token."""
+        return self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """The entries of some layers, in the order of attentions."""
+
+    entries: tuple[CacheEntry, ...]
+
+    @classmethod
+    def of(cls, config: ModelConfig, layers: range, dtype: torch.dtype) -> CacheSpec:
+        """What ``layers`` of this checkpoint cache."""
+        entries = []
+        for attention in range(layers.start * ATTENTIONS_PER_LAYER, layers.stop * ATTENTIONS_PER_LAYER):
+            entries.append(CacheEntry(f"latent.{attention}", attention, config.kv_lora_rank, dtype))
+            entries.append(CacheEntry(f"rope.{attention}", attention, config.qk_rope_head_dim, dtype))
+            if config.indexer is not None and attention % config.indexer.cli_factor == 0:
+                entries.append(CacheEntry(f"index.{attention}", attention, config.indexer.index_head_dim, dtype))
+        return cls(tuple(entries))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all entries."""
+        return sum(entry.token_bytes for entry in self.entries)
+
+    def entries_of_layer(self, layer: int) -> tuple[CacheEntry, ...]:
+        """The entries that are final when ``layer`` was computed."""
+        return tuple(entry for entry in self.entries if entry.layer == layer)

@@ -1,0 +1,137 @@
+"""Communication over one axis of a mesh; the identity where the axis has one rank. Knows no models.
+
+Everything is built from pairwise exchanges of bytes. Measured with gloo on loopback they are never slower than its own
+all_gather, all_to_all or all_reduce from 2 to 8 ranks and 1 KiB to 4 MiB; every data type travels (gloo refuses 8-bit
+floats, and the refusal poisons the group); and sums are ours: in fp32, in the order of ranks, rounded once, so that every
+rank gets the same bits, and the same row gives the same bits in any batch.
+
+All ranks of an axis call the same operations in the same order with the same shapes. Every wait ends with the time-out of
+the process group (RuntimeError).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+# Above so many bytes an all_reduce moves each rank's part only (two exchanges) instead of all parts to all ranks (one).
+_GATHER_AND_SUM_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSend:
+    """A message on its way. Its tensor must not change until ``wait`` has returned."""
+
+    work: dist.Work | None
+    payload: torch.Tensor
+
+    def wait(self) -> None:
+        """Until the receiver has taken the message."""
+        if self.work is not None:
+            self.work.wait()
+
+
+class AxisGroup:
+    """The ranks that share one axis with this rank.
+
+    Args:
+        name: the axis.
+        ranks: their numbers in the instance, by coordinate.
+        rank: this rank's coordinate.
+        group: their process group; None when the axis has one rank.
+    """
+
+    def __init__(self, name: str, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None) -> None:
+        assert (len(ranks) == 1) == (group is None), (name, ranks)
+        self.name = name
+        self.size = len(ranks)
+        self.rank = rank
+        self._ranks = ranks
+        self._group = group
+
+    def all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """The tensors of all ranks, equal in shape, one behind the other along ``dim``."""
+        if self.size == 1:
+            return x
+        return _join(self._exchange([x.contiguous()] * self.size), dim)
+
+    def all_to_all(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Cuts ``x`` along ``dim`` into equal parts; part j goes to rank j. Returns what came, by rank, along ``dim``."""
+        if self.size == 1:
+            return x
+        return _join(self._exchange(self._parts(x, dim)), dim)
+
+    def reduce_scatter(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """The sum over ranks of this rank's part (of equal parts along ``dim``)."""
+        if self.size == 1:
+            return x
+        return _sum(self._exchange(self._parts(x, dim)))
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, as a new tensor."""
+        if self.size == 1:
+            return x
+        if x.numel() * x.element_size() <= _GATHER_AND_SUM_BYTES:
+            return _sum(self._exchange([x.contiguous()] * self.size))
+        flat = x.reshape(-1)
+        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % self.size))
+        total = self.all_gather(self.reduce_scatter(padded))
+        return total[: flat.numel()].view(x.shape)
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """Sends to the rank at coordinate ``to`` and waits until it was taken."""
+        self.start_send(x, to).wait()
+
+    def start_send(self, x: torch.Tensor, to: int) -> PendingSend:
+        """Like ``send`` without waiting."""
+        payload = x.contiguous()
+        if not payload.numel():
+            return PendingSend(None, payload)
+        return PendingSend(dist.isend(_bytes(payload), self._ranks[to], group=self._group), payload)
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype, frm: int) -> torch.Tensor:
+        """Receives what the rank at coordinate ``frm`` sends; an empty tensor is not sent."""
+        x = torch.empty(tuple(shape), dtype=dtype)
+        if x.numel():
+            work = dist.irecv(_bytes(x), self._ranks[frm], group=self._group)
+            assert work is not None, f"rank {frm} is not of this group"
+            work.wait()
+        return x
+
+    def _parts(self, x: torch.Tensor, dim: int) -> list[torch.Tensor]:
+        assert x.shape[dim] % self.size == 0, (self.name, tuple(x.shape), dim, self.size)
+        return [part.contiguous() for part in x.chunk(self.size, dim)] if x.numel() else [x] * self.size
+
+    def _exchange(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Part j goes to rank j; returns what each rank sent here. Parts are contiguous and equal in shape."""
+        mine = parts[self.rank]
+        received = [mine if r == self.rank else torch.empty_like(mine) for r in range(self.size)]
+        if not mine.numel():
+            return received
+        operations = []
+        for distance in range(1, self.size):
+            to, frm = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            operations.append(dist.P2POp(dist.irecv, _bytes(received[frm]), self._ranks[frm], self._group))
+            operations.append(dist.P2POp(dist.isend, _bytes(parts[to]), self._ranks[to], self._group))
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return received
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+def _join(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    return torch.cat(list(parts), dim)
+
+
+def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    wide = torch.promote_types(parts[0].dtype, torch.float32) if parts[0].is_floating_point() else parts[0].dtype
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts[0].dtype)
