@@ -1,0 +1,272 @@
+"""The rules of a configuration: bounds of single numbers, and what must agree between keys, pools, ports and checkpoint.
+
+Every rule adds findings and changes nothing. Knows no file format and fills no default (``resolve.py``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from longcat_pd.config.model import ModelConfig
+from longcat_pd.config.reader import Findings, Range
+from longcat_pd.config.schema import (
+    ClusterConfig,
+    EngineConfig,
+    InstanceConfig,
+    LoadBalancerConfig,
+    ModelSection,
+    ParallelConfig,
+    PoolConfig,
+    Role,
+    TransferConfig,
+)
+
+_COUNT = Range(1)
+_SECONDS = Range(0, is_open_low=True)
+_PORT = Range(1, 65535)
+
+RANGES: Mapping[type, Mapping[str, Range]] = {
+    ModelSection: {"default_max_tokens": _COUNT},
+    ParallelConfig: {
+        **dict.fromkeys(("pp_size", "cp_size", "dp_size", "kvp_size", "attn_tp_size", "layers_per_stage"), _COUNT),
+    },
+    EngineConfig: {
+        **dict.fromkeys(("block_size", "max_num_seqs", "max_num_batched_tokens", "max_queued_requests"), _COUNT),
+        "max_model_len": Range(0),
+        "num_blocks": Range(0),
+        "memory_fraction": Range(0, 1, is_open_low=True),
+        **dict.fromkeys(("queue_timeout_s", "step_timeout_s", "rank_lost_s"), _SECONDS),
+        "drain_timeout_s": Range(0),
+    },
+    InstanceConfig: {"http_port": _PORT},
+    TransferConfig: {"timeout_s": _SECONDS, "pairing_timeout_s": _SECONDS},
+    LoadBalancerConfig: {
+        "port": _PORT,
+        "retry": Range(0),
+        "max_inflight": _COUNT,
+        "max_body_bytes": _COUNT,
+        "request_timeout_s": _SECONDS,
+        "keepalive_comment_s": Range(0),
+    },
+    ClusterConfig: {"devices_per_node": _COUNT, "card_memory_gib": _SECONDS},
+}
+
+INSTANCE_PORTS: Mapping[int, str] = {
+    0: "HTTP",
+    1: "control records",
+    2: "plans",
+    3: "outputs",
+    4: "rendezvous of the instance",
+    5: "rendezvous of the lanes",
+}
+DEVICE_PORTS = 10  # the first of the range that transports which listen take, one port for each device
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+class PortUse(NamedTuple):
+    """One port that a configuration claims. ``key`` is the setting that it follows from."""
+
+    host: str
+    port: int
+    purpose: str
+    key: str
+
+
+def pools(config: ClusterConfig) -> Iterator[tuple[Role, PoolConfig]]:
+    """The pools that the configuration has, prefill first."""
+    if config.prefill is not None:
+        yield "prefill", config.prefill
+    if config.decode is not None:
+        yield "decode", config.decode
+    if config.standalone is not None:
+        yield "standalone", config.standalone
+
+
+def port_uses(config: ClusterConfig, *, only: str | None = None) -> Iterator[PortUse]:
+    """All ports of the cluster, or of one instance by its name."""
+    if only is None and config.prefill is not None:
+        yield PortUse(config.load_balancer.host, config.load_balancer.port, "balancer", "load_balancer.port")
+    for role, pool in pools(config):
+        for place, instance in enumerate(pool.instances):
+            if only not in (None, instance.name):
+                continue
+            offsets = {**INSTANCE_PORTS} if role != "standalone" else {0: "HTTP"}
+            if config.device != "cpu":
+                offsets |= {DEVICE_PORTS + device: f"device {device}" for device in range(config.devices_per_node)}
+            for offset, purpose in offsets.items():
+                key = f"{role}.instances[{place}].http_port"
+                yield PortUse(instance.host, instance.http_port + offset, f"{instance.name} {purpose}", key)
+
+
+def check_shape(config: ClusterConfig, found: Findings) -> None:
+    """Everything that can be said without the checkpoint."""
+    _check_pools(config, found)
+    _check_instances(config, found)
+    _check_ports(config, found)
+    for role, pool in pools(config):
+        _check_parallel(role, pool, found=found)
+        _check_engine(role, pool, found=found)
+    _check_devices(config, found)
+    _check_pair(config, found)
+
+
+def check_model(config: ClusterConfig, model: ModelConfig, *, found: Findings) -> None:
+    """What the checkpoint demands of the layouts and lengths. ``config`` is resolved."""
+    _check_lengths(config, found)
+    if model.quant_method is not None:
+        text = f"model.path={config.model.path}: quantised checkpoints ({model.quant_method}) are not supported yet"
+        found.cross(["model.path"], text)
+    for role, pool in pools(config):
+        parallel, path = pool.parallel, f"{role}.parallel"
+        stages, key = parallel.layers_per_stage, f"{path}.layers_per_stage"
+        if sum(stages) != model.num_layers:
+            found.cross([key], f"{key}={list(stages)}: sums to {sum(stages)}, the checkpoint has {model.num_layers} layers")
+        if model.num_attention_heads % parallel.attn_tp_size:
+            key = f"{path}.attn_tp_size"
+            heads = f"the checkpoint's {model.num_attention_heads} attention heads"
+            found.cross([key], f"{key}={parallel.attn_tp_size}: does not divide {heads}")
+
+
+def blocks_needed(num_tokens: int, engine: EngineConfig, *, num_shards: int) -> int:
+    """Most blocks of one cache shard that a sequence of so many tokens can take."""
+    blocks = -(-num_tokens // engine.block_size)
+    return -(-blocks // num_shards)
+
+
+def num_shards(parallel: ParallelConfig) -> int:
+    """Ranks over which one sequence's blocks are spread."""
+    return parallel.cp_size * parallel.kvp_size
+
+
+def check_blocks(role: Role, pool: PoolConfig, *, found: Findings) -> None:
+    """The longest sequence must fit in the blocks of a shard. The pool is resolved; block 0 is never handed out."""
+    engine = pool.engine
+    needed = blocks_needed(engine.max_model_len, engine, num_shards=num_shards(pool.parallel))
+    if engine.num_blocks - 1 < needed:
+        paths = [f"{role}.engine.{name}" for name in ("num_blocks", "max_model_len", "block_size")]
+        text = f"one sequence of max_model_len={engine.max_model_len} needs {needed} blocks a shard beside block 0"
+        found.cross(paths, f"{paths[0]}={engine.num_blocks}: {text}")
+
+
+def _check_pools(config: ClusterConfig, found: Findings) -> None:
+    if config.standalone is None:
+        for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
+            if pool is None:
+                found.cross([role], f"{role}: missing; a cluster has a prefill and a decode pool")
+            elif not pool.instances:
+                found.cross([f"{role}.instances"], f"{role}.instances: at least one instance is needed")
+        if config.transfer.transport == "loopback":
+            text = "transfer.transport=loopback: joins pools inside one process only; a cluster needs process_group"
+            found.cross(["transfer.transport"], text)
+    elif config.prefill is not None or config.decode is not None:
+        found.cross(["standalone"], "standalone: stands alone; a cluster with prefill and decode pools has no such section")
+
+
+def _check_instances(config: ClusterConfig, found: Findings) -> None:
+    seen: dict[str, str] = {}
+    for role, pool in pools(config):
+        for place, instance in enumerate(pool.instances):
+            path = f"{role}.instances[{place}]"
+            key = f"{path}.name"
+            if not _NAME.fullmatch(instance.name):
+                found.cross(
+                    [key], f"{key}={instance.name}: letters, digits, '_', '.' and '-' only, a letter or digit first"
+                )
+            elif instance.name in seen:
+                found.cross([key], f"{key}={instance.name}: already the name of {seen[instance.name]}")
+            seen.setdefault(instance.name, path)
+            if not instance.nodes:
+                found.cross([f"{path}.nodes"], f"{path}.nodes: at least one address is needed")
+            elif len(instance.nodes) > 1:
+                text = "an instance on several nodes is not supported yet; its ranks all run on the first"
+                found.cross([f"{path}.nodes"], f"{path}.nodes={list(instance.nodes)}: {text}")
+
+
+def _check_ports(config: ClusterConfig, found: Findings) -> None:
+    taken: dict[tuple[str, int], PortUse] = {}
+    reported: set[tuple[str, str]] = set()
+    if any(not instance.nodes for _, pool in pools(config) for instance in pool.instances):
+        return
+    for use in port_uses(config):
+        if use.port > 65535 and (use.key, "") not in reported:
+            reported.add((use.key, ""))
+            found.cross([use.key], f"{use.key}: {use.purpose} would be port {use.port}; the last port is 65535")
+        other = taken.setdefault((_same_host(use.host), use.port), use)
+        if other is not use and (other.key, use.key) not in reported:
+            reported.add((other.key, use.key))
+            text = f"port {use.port} of {use.host} ({use.purpose}) is also taken by {other.key} ({other.purpose})"
+            found.cross([use.key, other.key], f"{use.key}: {text}")
+
+
+def _same_host(host: str) -> str:
+    """Addresses that listen on this machine in one way or another count as one."""
+    return "127.0.0.1" if host in ("localhost", "0.0.0.0", "::", "::1") else host
+
+
+def _check_parallel(role: Role, pool: PoolConfig, *, found: Findings) -> None:
+    parallel, path = pool.parallel, f"{role}.parallel"
+    foreign = {
+        "prefill": ("dp_size", "kvp_size", "attn_tp_size"),
+        "decode": ("pp_size", "cp_size"),
+        "standalone": ("pp_size", "cp_size"),
+    }[role]
+    sizes = {name: value for name, value in vars(parallel).items() if name.endswith("_size")}
+    for name in foreign:
+        if sizes[name] != 1:
+            found.cross([f"{path}.{name}"], f"{path}.{name}={sizes[name]}: must be 1 in a {role} pool")
+    if role != "prefill" and parallel.dp_size != 1:
+        found.cross([f"{path}.dp_size"], f"{path}.dp_size={parallel.dp_size}: only one group (1) is supported yet")
+    if role != "prefill" and parallel.attn_tp_size != parallel.kvp_size:
+        paths = [f"{path}.attn_tp_size", f"{path}.kvp_size"]
+        text = f"{paths[0]}={parallel.attn_tp_size}: differs from {paths[1]}={parallel.kvp_size}; a group is both"
+        found.cross(paths, text)
+    stages, key = parallel.layers_per_stage, f"{path}.layers_per_stage"
+    if stages and len(stages) != parallel.pp_size:
+        found.cross([key, f"{path}.pp_size"], f"{key}={list(stages)}: {len(stages)} stages, pp_size is {parallel.pp_size}")
+    if parallel.keep_gathered:
+        found.cross([f"{path}.keep_gathered"], f"{path}.keep_gathered=True: is not supported yet")
+
+
+def _check_engine(role: Role, pool: PoolConfig, *, found: Findings) -> None:
+    engine, path = pool.engine, f"{role}.engine"
+    chunk, block = f"{path}.max_num_batched_tokens", f"{path}.block_size"
+    if role != "decode" and engine.max_num_batched_tokens % engine.block_size:
+        text = f"must be a multiple of {block}={engine.block_size}: a chunk ends at a block border"
+        found.cross([chunk, block], f"{chunk}={engine.max_num_batched_tokens}: {text}")
+    if engine.max_num_seqs % pool.parallel.dp_size:
+        key = f"{path}.max_num_seqs"
+        text = f"{key}={engine.max_num_seqs}: must be a multiple of {role}.parallel.dp_size={pool.parallel.dp_size}"
+        found.cross([key, f"{role}.parallel.dp_size"], text)
+
+
+def _check_devices(config: ClusterConfig, found: Findings) -> None:
+    for role, pool in pools(config):
+        path, world = f"{role}.parallel", pool.parallel.world_size
+        axes = ("pp_size", "cp_size") if role == "prefill" else ("dp_size", "kvp_size")
+        shape = " x ".join(f"{axis} {vars(pool.parallel)[axis]}" for axis in axes)
+        for place, instance in enumerate(pool.instances):
+            devices = len(instance.nodes) * config.devices_per_node
+            if world > devices or (config.device != "cpu" and world != devices):
+                nodes = f"{role}.instances[{place}]"
+                text = f"{nodes} has {len(instance.nodes)} nodes x devices_per_node {config.devices_per_node} = {devices}"
+                keys = [f"{path}.{axis}" for axis in axes] + ["devices_per_node", f"{nodes}.nodes"]
+                found.cross(keys, f"{path}: {shape} = {world}, but {text}")
+
+
+def _check_pair(config: ClusterConfig, found: Findings) -> None:
+    if config.prefill is not None and config.decode is not None:
+        ours, theirs = config.prefill.engine.block_size, config.decode.engine.block_size
+        keys = ["prefill.engine.block_size", "decode.engine.block_size"]
+        if ours != theirs:
+            found.cross(keys, f"block_size differs: {keys[0]}={ours}, {keys[1]}={theirs}")
+
+
+def _check_lengths(config: ClusterConfig, found: Findings) -> None:
+    if config.prefill is not None and config.decode is not None:
+        ours, theirs = config.prefill.engine.max_model_len, config.decode.engine.max_model_len
+        keys = ["prefill.engine.max_model_len", "decode.engine.max_model_len"]
+        if theirs < ours:
+            found.cross(keys, f"{keys[1]}={theirs}: must be at least {keys[0]}={ours}")

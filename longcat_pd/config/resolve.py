@@ -1,0 +1,232 @@
+"""Reads the cluster YAML, lays overrides over it, fills every "auto" and refuses what cannot work, all findings at once.
+
+The one reader of configuration, and the one place where a default depends on another key. Touches no network, no device
+and no weights; of the checkpoint it reads ``config.json`` alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from longcat_pd.config.checks import RANGES, blocks_needed, check_blocks, check_model, check_shape, num_shards, pools
+from longcat_pd.config.model import ModelConfig
+from longcat_pd.config.reader import Findings, Reader, lay_over
+from longcat_pd.config.schema import (
+    ClusterConfig,
+    EngineConfig,
+    InstanceConfig,
+    InstanceSpec,
+    ModelSection,
+    ParallelConfig,
+    PeerAddress,
+    PoolConfig,
+    Role,
+)
+from longcat_pd.errors import ConfigError
+
+CPU_CACHE_BYTES = 1 << 28  # cache of one CPU rank unless num_blocks says otherwise: ranks share the machine
+
+_PATH_KEYS = (
+    ("model", "path"),
+    ("load_balancer", "api_key_file"),
+    ("load_balancer", "admin_key_file"),
+    ("cluster_key_file",),
+    ("log_dir",),
+)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> ClusterConfig:
+    """The resolved configuration of a cluster.
+
+    Args:
+        path: the YAML. Relative paths in it start at its own folder.
+        overrides: ``key.path=value``, laid over the file before validation; list places are numbers, values are YAML.
+            Relative paths in them start at the current folder.
+
+    Raises:
+        ConfigError: one line for each finding, each with the path of the key.
+    """
+    return _resolve(*_read(path, overrides))
+
+
+def model_path(path: str | Path, overrides: Sequence[str] = ()) -> Path:
+    """Where the checkpoint is expected to be. Checks all that can be checked before it exists. Raises ConfigError."""
+    config, found = _read(path, overrides)
+    found.raise_if_any()
+    return Path(config.model.path)
+
+
+def standalone(model_path: str, overrides: Sequence[str], *, host: str, port: int) -> InstanceSpec:
+    """One engine for both phases, without a file.
+
+    ``overrides`` are as in a cluster YAML (``model.dtype=float32``, ``standalone.engine.max_num_seqs=4``); ``engine.…`` and
+    ``parallel.…`` are short for ``standalone.engine.…`` and ``standalone.parallel.…``. Raises ConfigError.
+    """
+    instance = {"name": "standalone", "http_port": port, "nodes": [host]}
+    tree: dict[str, Any] = {"model": {"path": str(Path(model_path).absolute())}, "standalone": {"instances": [instance]}}
+    shorts = ("engine.", "parallel.")
+    full = [f"standalone.{item}" if item.startswith(shorts) else item for item in overrides]
+    found = Findings()
+    config = _records(tree, full, found)
+    return instance_spec(_resolve(config, found), "standalone")
+
+
+def instance_spec(cluster: ClusterConfig, name: str) -> InstanceSpec:
+    """What the instance ``name`` is told. Its peers are the instances of the other role. Raises ConfigError."""
+    known = {instance.name: (role, pool, instance) for role, pool in pools(cluster) for instance in pool.instances}
+    if name not in known:
+        raise ConfigError(f"instance={name}: not in the configuration; known: {', '.join(known)}", param="instance")
+    role, pool, instance = known[name]
+    spec = InstanceSpec(
+        name=name,
+        role=role,
+        host=instance.host,
+        http_port=instance.http_port,
+        device=cluster.device,
+        model=cluster.model,
+        parallel=pool.parallel,
+        engine=pool.engine,
+        transfer=cluster.transfer,
+        peers=tuple(_peer(other, inst) for other, _, inst in known.values() if other != role),
+        cluster_key_file=cluster.cluster_key_file,
+    )
+    return dataclasses.replace(spec, config_digest=_digest(spec))
+
+
+def _peer(role: Role, instance: InstanceConfig) -> PeerAddress:
+    return PeerAddress(name=instance.name, role=role, host=instance.host, http_port=instance.http_port)
+
+
+def _digest(spec: InstanceSpec) -> str:
+    """Equal for equal settings of this instance; the balancer computes the same from its own file."""
+    text = json.dumps(dataclasses.asdict(spec), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _read(path: str | Path, overrides: Sequence[str]) -> tuple[ClusterConfig, Findings]:
+    found = Findings()
+    file = Path(path)
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}", param=str(file)) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: is not YAML: {' '.join(str(error).split())}", param=str(file)) from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file}: must be a mapping with the sections model, prefill, decode, …", param=str(file))
+    _absolute_paths(tree, file.absolute().parent)
+    return _records(tree, overrides, found), found
+
+
+def _records(tree: dict[str, Any], overrides: Sequence[str], found: Findings) -> ClusterConfig:
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not key or not equals:
+            found.add(item, f"--set {item}: must be key.path=value")
+            continue
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            found.add(key, f"--set {item}: the value is not YAML")
+            continue
+        complaint = lay_over(tree, key.split("."), value)
+        if complaint:
+            found.add(key, f"--set {item}: {complaint}")
+    _absolute_paths(tree, Path.cwd())
+    config = Reader(found, RANGES).record(ClusterConfig, tree)
+    check_shape(config, found)
+    return config
+
+
+def _absolute_paths(tree: dict[str, Any], folder: Path) -> None:
+    """Anchor the relative paths of a tree at ``folder``, in place."""
+    for *sections, key in _PATH_KEYS:
+        here: Any = tree
+        for section in sections:
+            here = here.get(section) if isinstance(here, dict) else None
+        if isinstance(here, dict) and isinstance(here.get(key), str) and here[key]:
+            here[key] = str((folder / Path(here[key]).expanduser()).resolve())
+
+
+def _resolve(config: ClusterConfig, found: Findings) -> ClusterConfig:
+    model = _checkpoint(config, found)
+    if model is not None:
+        config = dataclasses.replace(config, model=_resolved_section(config.model, model))
+        for role, pool in pools(config):
+            parallel = _resolved_parallel(role, pool.parallel, model=model, found=found)
+            pool = dataclasses.replace(pool, parallel=parallel)
+            engine = _resolved_engine(pool, config, model=model)
+            if not engine.num_blocks:
+                key = f"{role}.engine.num_blocks"
+                found.cross([key], f"{key}: must be given on device {config.device}; only on cpu it is found by itself")
+            config = _with_pool(config, role, dataclasses.replace(pool, engine=engine))
+        check_model(config, model, found=found)
+        for role, pool in pools(config):
+            check_blocks(role, pool, found=found)
+    found.raise_if_any()
+    return config
+
+
+def _checkpoint(config: ClusterConfig, found: Findings) -> ModelConfig | None:
+    if found.is_bad("model.path") or found.is_bad("model"):
+        return None
+    try:
+        return ModelConfig.load(Path(config.model.path))
+    except ConfigError as error:
+        found.add("model.path", f"model.path={config.model.path}: {error.message}")
+        return None
+
+
+def _resolved_section(section: ModelSection, model: ModelConfig) -> ModelSection:
+    name = section.served_name or Path(section.path).name
+    dtype = section.dtype if section.dtype != "auto" else model.torch_dtype
+    return dataclasses.replace(section, served_name=name, dtype=dtype)
+
+
+def _with_pool(config: ClusterConfig, role: Role, pool: PoolConfig) -> ClusterConfig:
+    if role == "prefill":
+        return dataclasses.replace(config, prefill=pool)
+    if role == "decode":
+        return dataclasses.replace(config, decode=pool)
+    return dataclasses.replace(config, standalone=pool)
+
+
+def _resolved_parallel(role: Role, parallel: ParallelConfig, *, model: ModelConfig, found: Findings) -> ParallelConfig:
+    if parallel.pp_size > model.num_layers:
+        key = f"{role}.parallel.pp_size"
+        found.cross([key], f"{key}={parallel.pp_size}: more stages than the checkpoint's {model.num_layers} layers")
+    stages = parallel.layers_per_stage or even_stages(model.num_layers, parallel.pp_size)
+    return dataclasses.replace(parallel, layers_per_stage=stages)
+
+
+def _resolved_engine(pool: PoolConfig, config: ClusterConfig, *, model: ModelConfig) -> EngineConfig:
+    """On cpu blocks for ``max_num_seqs`` sequences of full length within CPU_CACHE_BYTES a rank, at least for one."""
+    engine = dataclasses.replace(pool.engine, max_model_len=pool.engine.max_model_len or model.max_position_embeddings)
+    if engine.num_blocks or config.device != "cpu":
+        return engine
+    whole = blocks_needed(engine.max_model_len, engine, num_shards=num_shards(pool.parallel))
+    bytes_per_value = 4 if config.model.dtype == "float32" else 2
+    token_bytes = cache_values(model, max(pool.parallel.layers_per_stage)) * bytes_per_value
+    affordable = CPU_CACHE_BYTES // (token_bytes * engine.block_size)
+    return dataclasses.replace(engine, num_blocks=1 + max(whole, min(whole * engine.max_num_seqs, affordable)))
+
+
+def cache_values(model: ModelConfig, num_layers: int) -> int:
+    """Cached numbers of one token in so many layers: latents and rope parts, and the index keys of those that own one."""
+    latents = 2 * num_layers * (model.kv_lora_rank + model.qk_rope_head_dim)
+    if model.indexer is None:
+        return latents
+    return latents + 2 * num_layers // model.indexer.cli_factor * model.indexer.index_head_dim
+
+
+def even_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each pipeline stage, as even as can be, larger stages first."""
+    small, more = divmod(num_layers, num_stages)
+    return tuple(small + (stage < more) for stage in range(num_stages))

@@ -1,0 +1,273 @@
+"""The reader of configuration: what it fills in, and that everything wrong is named at once with its key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longcat_pd.config.resolve import even_stages, instance_spec, load, model_path, standalone
+from longcat_pd.errors import ConfigError
+
+CHECKPOINT: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "num_layers": 5,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 96,
+    "expert_ffn_hidden_size": 32,
+    "n_routed_experts": 8,
+    "zero_expert_num": 4,
+    "zero_expert_type": "identity",
+    "moe_topk": 3,
+    "routed_scaling_factor": 2.0,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 2048,
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+    "index_topk": 64,
+    "index_init_tokens": 4,
+    "index_local_tokens": 16,
+    "index_k_norm_type": "rms",
+    "cli_factor": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+
+CLUSTER = """
+model: {path: weights/longcat-tiny}
+prefill:
+  parallel: {pp_size: 2, cp_size: 2}
+  engine: {block_size: 16, max_num_batched_tokens: 64}
+  instances:
+    - {name: p0, http_port: 30000}
+decode:
+  parallel: {kvp_size: 2, attn_tp_size: 2}
+  engine: {block_size: 16, max_num_seqs: 8}
+  instances:
+    - {name: d0, http_port: 31000}
+    - {name: d1, http_port: 31100}
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    checkpoint = tmp_path / "weights" / "longcat-tiny"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text(json.dumps(CHECKPOINT))
+    file = tmp_path / "cluster.yaml"
+    file.write_text(CLUSTER)
+    return file
+
+
+def refusal(file: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(file, overrides)
+    return caught.value.message.splitlines()
+
+
+def test_every_auto_is_filled_from_the_checkpoint(cluster: Path) -> None:
+    config = load(cluster)
+    assert config.model.path == str(cluster.parent / "weights" / "longcat-tiny")
+    assert (config.model.served_name, config.model.dtype) == ("longcat-tiny", "bfloat16")
+    assert config.prefill is not None
+    assert config.decode is not None
+    assert config.prefill.parallel.layers_per_stage == (3, 2)
+    assert config.decode.parallel.layers_per_stage == (5,)
+    assert config.decode.engine.max_model_len == 2048
+    # 2048 tokens are 128 blocks, 64 on each of two shards, for 8 sequences, and block 0.
+    assert config.decode.engine.num_blocks == 1 + 8 * 64
+
+
+def test_blocks_stay_within_the_cpu_budget_but_always_hold_one_sequence(cluster: Path) -> None:
+    long = load(cluster, ["decode.engine.max_model_len=1048576", "decode.engine.max_num_seqs=64"])
+    assert long.decode is not None
+    # Values of a token: 10 attentions of 32 + 8, 5 indexers of 16; in bfloat16, on two shards.
+    block_bytes = (10 * 40 + 5 * 16) * 2 * 16
+    assert long.decode.engine.num_blocks == 1 + max(1048576 // 16 // 2, (1 << 28) // block_bytes)
+
+
+def test_overrides_are_laid_over_the_file_and_lists_count_by_number(cluster: Path) -> None:
+    config = load(
+        cluster,
+        [
+            "prefill.parallel.cp_size=3",
+            "prefill.parallel.layers_per_stage=[1, 4]",
+            "decode.instances.1.http_port=31900",
+            "transfer.digest=all",
+            "load_balancer.request_timeout_s=90",
+            'env.GLOO_SOCKET_IFNAME="lo"',
+        ],
+    )
+    assert config.prefill is not None
+    assert config.decode is not None
+    assert config.prefill.parallel.cp_size == 3
+    assert config.prefill.parallel.layers_per_stage == (1, 4)
+    assert [instance.http_port for instance in config.decode.instances] == [31000, 31900]
+    assert config.transfer.digest == "all"
+    assert config.load_balancer.request_timeout_s == 90.0
+    assert config.env == {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_relative_paths_start_at_the_file_and_those_of_overrides_at_the_folder(
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path / "weights")
+    config = load(cluster, ["model.path=longcat-tiny", "load_balancer.api_key_file=keys"])
+    assert config.model.path == str(tmp_path / "weights" / "longcat-tiny")
+    assert config.load_balancer.api_key_file == str(tmp_path / "weights" / "keys")
+
+
+def test_all_findings_come_at_once_each_with_its_key(cluster: Path) -> None:
+    lines = refusal(
+        cluster,
+        "prefill.engine.block_sise=16",
+        "prefill.engine.max_num_batched_tokens=many",
+        "decode.engine.queue_timeout_s=0",
+        "decode.engine.memory_fraction=1.5",
+        "decode.instances.0.http_port=70000",
+        "transfer.digest=some",
+        "load_balancer.retry=true",
+        "model.path=7",
+    )
+    expected = [
+        "model.path=7: must be a string",
+        "prefill.engine.block_sise: unknown key",
+        "prefill.engine.max_num_batched_tokens=many: must be a whole number",
+        "decode.engine.queue_timeout_s=0.0: must be more than 0",
+        "decode.engine.memory_fraction=1.5: must be at most 1",
+        "decode.instances[0].http_port=70000: must be at most 65535",
+        "load_balancer.retry=True: must be a whole number",
+        "transfer.digest=some: must be one of off, sample, all",
+    ]
+    for start in expected:
+        assert any(line.startswith(start) for line in lines), (start, lines)
+    assert len(lines) == len(expected), lines
+
+
+@pytest.mark.parametrize(
+    ("overrides", "start"),
+    [
+        (["decode.engine.block_size=32"], "block_size differs: prefill.engine.block_size=16, decode.engine.block_size=32"),
+        (["prefill.engine.max_num_batched_tokens=72"], "prefill.engine.max_num_batched_tokens=72: must be a multiple of"),
+        (["decode.parallel.attn_tp_size=4"], "decode.parallel.attn_tp_size=4: differs from decode.parallel.kvp_size=2"),
+        (["decode.parallel.dp_size=2"], "decode.parallel.dp_size=2: only one group"),
+        (["decode.parallel.pp_size=2"], "decode.parallel.pp_size=2: must be 1 in a decode pool"),
+        (["prefill.parallel.kvp_size=2"], "prefill.parallel.kvp_size=2: must be 1 in a prefill pool"),
+        (
+            ["prefill.parallel.layers_per_stage=[1, 1, 3]"],
+            "prefill.parallel.layers_per_stage=[1, 1, 3]: 3 stages, pp_size is 2",
+        ),
+        (
+            ["prefill.parallel.layers_per_stage=[2, 2]"],
+            "prefill.parallel.layers_per_stage=[2, 2]: sums to 4, the checkpoint has 5",
+        ),
+        (["prefill.parallel.layers_per_stage=[5, 0]"], "prefill.parallel.layers_per_stage=[5, 0]: must be at least 1"),
+        (["prefill.parallel.pp_size=6"], "prefill.parallel.pp_size=6: more stages than the checkpoint's 5 layers"),
+        (
+            ["decode.parallel={kvp_size: 3, attn_tp_size: 3}"],
+            "decode.parallel.attn_tp_size=3: does not divide the checkpoint's 4",
+        ),
+        (["devices_per_node=3"], "prefill.parallel: pp_size 2 x cp_size 2 = 4, but prefill.instances[0] has 1 nodes"),
+        (["decode.instances.1.name=p0"], "decode.instances[1].name=p0: already the name of prefill.instances[0]"),
+        (["decode.instances.1.name=d 1"], "decode.instances[1].name=d 1: letters, digits"),
+        (
+            ["decode.instances.1.http_port=31005"],
+            "decode.instances[1].http_port: port 31005 of 127.0.0.1 (d1 HTTP) is also taken by",
+        ),
+        (
+            ["load_balancer.port=30003"],
+            "prefill.instances[0].http_port: port 30003 of 127.0.0.1 (p0 outputs) is also taken by load_bal",
+        ),
+        (["decode.instances.1.http_port=65533"], "decode.instances[1].http_port: d1 outputs would be port 65536"),
+        (
+            ["decode.engine.max_model_len=1024"],
+            "decode.engine.max_model_len=1024: must be at least prefill.engine.max_model_len=2048",
+        ),
+        (
+            ["decode.engine.num_blocks=64"],
+            "decode.engine.num_blocks=64: one sequence of max_model_len=2048 needs 64 blocks",
+        ),
+        (["decode.instances=[]"], "decode.instances: at least one instance is needed"),
+        (["decode=null"], "decode: missing; a cluster has a prefill and a decode pool"),
+        (["transfer.transport=loopback"], "transfer.transport=loopback: joins pools inside one process only"),
+        (["model.path=/nowhere"], "model.path=/nowhere: "),
+        (["model=null"], "model.path: missing"),
+        (["decode.instances.3.name=d3"], "--set decode.instances.3.name=d3: decode.instances is a list of 2"),
+        (["device=tpu"], "device=tpu: must be one of cpu, cuda, npu"),
+        (["decode"], "--set decode: must be key.path=value"),
+        (["decode.engine.num_blocks=[1"], "--set decode.engine.num_blocks=[1: the value is not YAML"),
+    ],
+)
+def test_what_cannot_work_is_refused_once_and_for_the_right_reason(cluster: Path, overrides: list[str], start: str) -> None:
+    lines = refusal(cluster, *overrides)
+    assert lines[0].startswith(start), lines
+    assert len(lines) == 1, lines
+
+
+def test_a_pool_that_is_spelled_wrong_does_not_produce_echoes(cluster: Path) -> None:
+    assert refusal(cluster, "prefill.engine.block_size=large") == [
+        "prefill.engine.block_size=large: must be a whole number"
+    ]
+
+
+def test_files_that_are_not_configurations(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("model: {path: x")
+    listed = tmp_path / "list.yaml"
+    listed.write_text("- 1")
+    assert "cannot be read" in refusal(tmp_path / "missing.yaml")[0]
+    assert "is not YAML" in refusal(broken)[0]
+    assert "must be a mapping" in refusal(listed)[0]
+
+
+def test_the_checkpoint_path_is_known_before_there_is_a_checkpoint(cluster: Path) -> None:
+    assert model_path(cluster, ["model.path=/models/later"]) == Path("/models/later")
+    with pytest.raises(ConfigError, match=r"decode\.parallel\.pp_size"):
+        model_path(cluster, ["model.path=/models/later", "decode.parallel.pp_size=2"])
+
+
+def test_an_instance_knows_its_peers_and_a_digest_of_what_concerns_it(cluster: Path) -> None:
+    config = load(cluster)
+    p0, d1 = instance_spec(config, "p0"), instance_spec(config, "d1")
+    assert [(peer.name, peer.role, peer.http_port) for peer in p0.peers] == [
+        ("d0", "decode", 31000),
+        ("d1", "decode", 31100),
+    ]
+    assert [peer.name for peer in d1.peers] == ["p0"]
+    assert (d1.role, d1.host, d1.http_port, d1.parallel.kvp_size) == ("decode", "127.0.0.1", 31100, 2)
+
+    other_face = load(cluster, ["load_balancer.port=9000"])
+    other_engine = load(cluster, ["decode.engine.max_num_seqs=4"])
+    assert instance_spec(other_face, "d1").config_digest == d1.config_digest
+    assert instance_spec(other_engine, "d1").config_digest != d1.config_digest
+    assert instance_spec(other_engine, "p0").config_digest == p0.config_digest
+    with pytest.raises(ConfigError, match="known: p0, d0, d1"):
+        instance_spec(config, "d2")
+
+
+def test_standalone_needs_no_file(cluster: Path) -> None:
+    checkpoint = str(cluster.parent / "weights" / "longcat-tiny")
+    overrides = ["engine.max_num_seqs=2", "model.dtype=float32", "engine.block_size=16"]
+    spec = standalone(checkpoint, overrides, host="127.0.0.1", port=8081)
+    assert (spec.role, spec.http_port, spec.engine.max_num_seqs, spec.model.dtype) == ("standalone", 8081, 2, "float32")
+    assert spec.engine.num_blocks == 1 + 2 * 128
+    assert spec.peers == ()
+    with pytest.raises(ConfigError, match=r"standalone\.engine\.block_size=0: must be at least 1"):
+        standalone(checkpoint, ["engine.block_size=0"], host="127.0.0.1", port=8081)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "expected"), [(5, 2, (3, 2)), (38, 8, (5, 5, 5, 5, 5, 5, 4, 4)), (3, 3, (1, 1, 1))]
+)
+def test_stages_are_as_even_as_can_be(layers: int, stages: int, expected: tuple[int, ...]) -> None:
+    assert even_stages(layers, stages) == expected
