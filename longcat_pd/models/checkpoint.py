@@ -1,0 +1,109 @@
+"""What a checkpoint folder holds: its shards, which shard has which tensor, and a digest that tells checkpoints apart.
+
+Owns the folder's format (``config.json``, ``model.safetensors.index.json`` with its shards, or one ``model.safetensors``)
+and the JSON header of a safetensors file. Knows neither torch nor the contents of tensors: ``weights.py`` reads and
+writes those; which names a model wants is ``tensor_names.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from longcat_pd.errors import ConfigError
+
+CONFIG_FILE = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+SAMPLES_PER_SHARD = 64
+SAMPLE_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The folder and its table of contents.
+
+    Args:
+        path: the folder.
+        shard_of: tensor name -> file name inside the folder.
+    """
+
+    path: Path
+    shard_of: Mapping[str, str]
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """File names of the shards, sorted."""
+        return tuple(sorted(set(self.shard_of.values())))
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read the table of contents. Raises ConfigError, which names the file, when there is none or it is damaged."""
+    index = path / INDEX_FILE
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_bytes())["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{index}: not an index of safetensors shards ({error})", param="model.path") from error
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise ConfigError(f"{index}: weight_map is not a map from tensor to file name", param="model.path")
+        outside = sorted(shard for shard in set(weight_map.values()) if Path(shard).name != shard)
+        if outside:
+            raise ConfigError(f"{index}: {outside[0]!r} is not a file name inside the folder", param="model.path")
+        return Checkpoint(path, weight_map)
+    single = path / SINGLE_FILE
+    if not single.is_file():
+        raise ConfigError(f"{path} holds neither {INDEX_FILE} nor {SINGLE_FILE}", param="model.path")
+    names = [name for name in json.loads(read_header(single)) if name != "__metadata__"]
+    return Checkpoint(path, dict.fromkeys(names, SINGLE_FILE))
+
+
+def read_header(shard: Path) -> bytes:
+    """The JSON text in front of a safetensors file. Raises ConfigError that names a shard which is missing or cut."""
+    try:
+        with shard.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= MAX_HEADER_BYTES:
+                raise ConfigError(f"{shard}: damaged, its header would be {length} bytes long", param="model.path")
+            header = file.read(length)
+    except OSError as error:
+        raise ConfigError(f"{shard}: cannot be read ({error.strerror})", param="model.path") from error
+    try:
+        entries = json.loads(header)
+    except ValueError as error:
+        raise ConfigError(f"{shard}: damaged, its header is not JSON", param="model.path") from error
+    if not isinstance(entries, dict):
+        raise ConfigError(f"{shard}: damaged, its header is not a JSON object", param="model.path")
+    return header
+
+
+def checkpoint_digest(path: Path) -> str:
+    """Sixteen hex digits: equal for copies of one checkpoint wherever they lie, different for other weights.
+
+    Covers ``config.json``, the table of contents, every shard's length and header (names, shapes, data types) and a spread
+    of small samples of each shard. It tells checkpoints apart; it does not prove that every byte is right.
+    """
+    checkpoint = open_checkpoint(path)
+    digest = hashlib.sha256()
+    _add(digest, (path / CONFIG_FILE).read_bytes())
+    _add(digest, json.dumps(sorted(checkpoint.shard_of.items())).encode())
+    for shard in checkpoint.shards:
+        header = read_header(path / shard)
+        _add(digest, header)
+        begin, size = 8 + len(header), (path / shard).stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with (path / shard).open("rb") as file:
+            for sample in range(SAMPLES_PER_SHARD):
+                file.seek(begin + (size - begin) * sample // SAMPLES_PER_SHARD)
+                _add(digest, file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def _add(digest: hashlib._Hash, part: bytes) -> None:
+    """Length first, so that no two lists of parts run together to the same bytes."""
+    digest.update(len(part).to_bytes(8, "little"))
+    digest.update(part)

@@ -1,0 +1,170 @@
+"""Tensors between a checkpoint folder and parameters: the reader that streams, and the writer of the same format.
+
+Owns safetensors files. Knows nothing of modules or ranks: what to read, which part of it and where it goes is said by
+WeightSpecs; which names a model has is ``tensor_names.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from longcat_pd.config.model import ModelConfig
+from longcat_pd.errors import ConfigError
+from longcat_pd.models.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint, open_checkpoint
+from longcat_pd.models.tensor_names import expected_tensors, is_ignorable
+from longcat_pd.models.weight_spec import WeightSpec
+
+FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
+MAX_NAMED = 10  # of each kind of problem; the rest is counted
+DEFAULT_SHARD_BYTES = 5_000_000_000
+
+
+def load_weights(specs: Iterable[WeightSpec], path: Path, *, config: ModelConfig) -> int:
+    """Read every spec's region and hand it to its ``store``; return the bytes read.
+
+    Each shard is opened once and only the wanted regions are touched. Nothing is stored any more after the first
+    problem, but the search goes on: missing, extra and wrongly shaped tensors and damaged shards end together in one
+    ConfigError. A tensor is extra if the whole model (not only this rank's part) has no use for its name and it is not
+    one of those that releases carry along unused.
+    """
+    checkpoint = open_checkpoint(path)
+    wanted = list(specs)
+    expected = expected_tensors(config)
+    problems = _Problems()
+    by_shard: dict[str, list[WeightSpec]] = {}
+    for spec in wanted:
+        shard = checkpoint.shard_of.get(spec.name)
+        if shard is not None:
+            by_shard.setdefault(shard, []).append(spec)
+    needed = {name for name in expected if not is_ignorable(name)} | {spec.name for spec in wanted}
+    problems.add("missing", sorted(needed - checkpoint.shard_of.keys()))
+    problems.add("extra", sorted(name for name in checkpoint.shard_of if name not in expected and not is_ignorable(name)))
+    num_bytes = sum(_read_shard(checkpoint, shard, by_shard[shard], problems) for shard in sorted(by_shard))
+    problems.raise_if_any(path)
+    return num_bytes
+
+
+def write_checkpoint(
+    path: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    config: Mapping[str, Any],
+    *,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    files: Mapping[str, str] | None = None,
+) -> None:
+    """Write a checkpoint folder: shards, index, ``config.json`` and other text ``files`` (name -> text).
+
+    The folder appears complete or not at all; it is made under another name and renamed at the end. Tensors are taken
+    one by one, a shard's worth is held at a time, a tensor larger than ``max_shard_bytes`` gets a shard of its own. The
+    same input gives the same bytes. Raises ConfigError when ``path`` exists and is not an empty folder.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{path} exists already; it is not overwritten")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        weight_map = _write_shards(draft, tensors, max_shard_bytes)
+        texts = dict(files or {})
+        texts[CONFIG_FILE] = _json(config)
+        texts[INDEX_FILE] = _json(weight_map)
+        for name, text in texts.items():
+            (draft / name).write_text(text, encoding="utf-8")
+        draft.chmod(0o755)
+        try:
+            draft.rename(path)
+        except OSError as error:  # somebody else made the folder meanwhile
+            raise ConfigError(f"{path} cannot be put in place ({error.strerror})") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+class _Problems:
+    """What is wrong with a checkpoint, by kind, in the order in which it was found."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[str]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def add(self, kind: str, items: list[str]) -> None:
+        """Note ``items`` under ``kind``; an empty list is no problem."""
+        if items:
+            self._found.setdefault(kind, []).extend(items)
+
+    def raise_if_any(self, path: Path) -> None:
+        """Raise the one ConfigError that says it all."""
+        if not self._found:
+            return
+        parts = []
+        for kind, items in self._found.items():
+            more = f" and {len(items) - MAX_NAMED} more" if len(items) > MAX_NAMED else ""
+            parts.append(f"{len(items)} {kind}: {', '.join(items[:MAX_NAMED])}{more}")
+        raise ConfigError(f"checkpoint {path} does not fit: {'; '.join(parts)}", param="model.path")
+
+
+def _read_shard(checkpoint: Checkpoint, shard: str, specs: list[WeightSpec], problems: _Problems) -> int:
+    """Check and store the tensors of one shard; returns the bytes handed over."""
+    num_bytes = 0
+    try:
+        with safe_open(checkpoint.path / shard, framework="pt", device="cpu") as file:
+            present = set(file.keys())
+            for spec in specs:
+                if spec.name not in present:
+                    problems.add("not in the shard that the index names", [f"{spec.name} ({shard})"])
+                    continue
+                part = file.get_slice(spec.name)
+                shape, dtype = tuple(part.get_shape()), part.get_dtype()
+                if shape != spec.shape:
+                    problems.add("wrongly shaped", [f"{spec.name} is {list(shape)}, not {list(spec.shape)}"])
+                elif dtype not in FLOAT_TYPES:
+                    problems.add("of a data type that cannot be read", [f"{spec.name} is {dtype}"])
+                elif not problems:
+                    tensor = part[spec.region] if spec.region else file.get_tensor(spec.name)
+                    spec.store(tensor)
+                    num_bytes += tensor.numel() * tensor.element_size()
+    except (SafetensorError, OSError) as error:
+        problems.add("missing or damaged shard", [f"{shard} ({error})"])
+    return num_bytes
+
+
+def _write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int) -> dict[str, Any]:
+    """Write the shards and return the index. Their number is known at the end only, and stands in every name."""
+    shards: list[list[str]] = []
+    pending: dict[str, torch.Tensor] = {}
+    pending_bytes = total_bytes = 0
+
+    def flush() -> None:
+        save_file(pending, folder / f"{len(shards)}.part", metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+
+    for name, tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if pending and pending_bytes + num_bytes > max_shard_bytes:
+            flush()
+            pending_bytes = 0
+        pending[name] = tensor.contiguous()
+        pending_bytes += num_bytes
+        total_bytes += num_bytes
+    flush()
+    weight_map = {}
+    for number, names in enumerate(shards):
+        shard = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"{number}.part").rename(folder / shard)
+        (folder / shard).chmod(0o644)  # the library makes its files private
+        weight_map.update(dict.fromkeys(names, shard))
+    return {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=2) + "\n"
