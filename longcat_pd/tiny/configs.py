@@ -125,8 +125,8 @@ _OPTIONAL_FIELDS = frozenset(
     {
         "norm_topk_prob",
         "indexer_rope_interleave",
-        "lora_norm_eps",
         "index_k_norm_eps",
+        "lora_norm_eps",
         "ignored_token_ids",
         "text_vocab_size",
     }
