@@ -54,7 +54,7 @@ class MonotonicClock:
     async def within(self, seconds: float, awaitable: Awaitable[T]) -> T:
         """Await with a limit; TimeoutError afterwards.
 
-        Not ``asyncio.wait_for``: before Python 3.12 that swallows a cancellation which comes in the same turn as the result.
+        Not ``asyncio.wait_for``: before Python 3.12 that swallows a cancellation that comes in the turn of the result.
         """
         task = asyncio.ensure_future(awaitable)
         try:

@@ -4,8 +4,8 @@ Plain records without tensors. Every rank executes every plan exactly once, in t
 is a fault. A plan without segments computes nothing: it only admits, retires, or announces arrivals. Token ids and block
 lists travel as little-endian int32 ``bytes`` (``wire.pack`` / ``unpack``).
 
-Order inside one plan: retire, drop and cancel_push, arrivals, admit, segments. A driver gives the blocks of a dropped arrival
-to nobody before a later plan.
+Order inside one plan: retire, drop and cancel_push, arrivals, admit, segments. Blocks of a dropped arrival are given to
+nobody before a later plan.
 """
 
 from __future__ import annotations

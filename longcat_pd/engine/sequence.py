@@ -29,8 +29,9 @@ class Stage(str, Enum):
 class Sequence:
     """A request, its reservation and its progress.
 
-    ``num_tokens``: positions that the reservation covers. ``num_scheduled``: leading prompt positions that stand in plans so
-    far; ``num_computed``: those that the ranks have reported. ``is_admitted``: a plan told the ranks of this sequence.
+    ``num_tokens``: positions that the reservation covers. ``num_scheduled``: leading prompt positions that stand in plans;
+    ``num_computed``: positions that the ranks have reported. ``is_admitted``, ``is_announced``: a plan has told the ranks
+    of this sequence, of its arrival.
     """
 
     request: Request

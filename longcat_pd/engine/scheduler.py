@@ -1,0 +1,257 @@
+"""What runs next, and what outputs mean for sequences. Pure: no event loop, no clock of its own, no rank.
+
+One rule makes plans: prompts first, as chunks within the token budget, up to ``depth`` plans in flight; else one step for
+all that decode, one such plan in flight.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+from longcat_pd.config.schema import EngineConfig
+from longcat_pd.engine.plan import Admit, Phase, Segment, SlotOutput, SlotSampling, StepOutput, StepPlan
+from longcat_pd.engine.request import Event, Request, SamplingParams, TokenOutput
+from longcat_pd.engine.room import Room
+from longcat_pd.engine.sequence import Sequence, Stage
+from longcat_pd.errors import EngineFault
+from longcat_pd.kv_transfer.messages import Arrival, Push
+from longcat_pd.wire import pack
+
+
+@dataclass
+class _Todo:
+    """What the next plan tells the ranks besides its segments, and what comes free when it is queued."""
+
+    retire: list[Sequence] = field(default_factory=list)
+    drop: list[Sequence] = field(default_factory=list)
+    arrivals: list[Sequence] = field(default_factory=list)
+    cancel_push: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.retire or self.drop or self.arrivals or self.cancel_push)
+
+
+@dataclass(frozen=True)
+class _Flight:
+    plan: StepPlan
+    sequences: dict[int, Sequence]  # by slot: the slot may have another tenant when the output comes
+
+
+class Scheduler:
+    """Makes numbered plans from what sequences want, and moves sequences by what ranks answer.
+
+    Args:
+        room: blocks, slots and the line for them; others only enqueue there, admit and look.
+        depth: plans with segments in flight (pipeline stages).
+        eos_token_ids: tokens that end an answer.
+    """
+
+    def __init__(self, config: EngineConfig, room: Room, *, depth: int, eos_token_ids: frozenset[int]) -> None:
+        assert config.max_num_batched_tokens >= config.block_size, "a chunk holds at least one block"
+        self._config = config
+        self._room = room
+        self._depth = depth
+        self._eos_token_ids = eos_token_ids
+        self._prefilling: dict[int, Sequence] = {}  # with prompt left to schedule; by slot, in order of arrival
+        self._decoding: dict[int, Sequence] = {}
+        self._todo = _Todo()
+        self._flights: deque[_Flight] = deque()
+        self._last_step = 0
+
+    def attach(self, seq: Sequence, request: Request) -> None:
+        """Replace the request of a sequence that the ranks do not know yet; the prompt stays."""
+        assert not seq.is_admitted and request.prompt_token_ids == seq.request.prompt_token_ids
+        seq.request = request
+
+    def start_prefill(self, seq: Sequence, push: Push | None) -> None:
+        """Compute the prompt from now on; ``push`` says where its cache goes."""
+        assert seq.stage is Stage.HELD and seq.arrival is None
+        seq.push = push
+        seq.stage = Stage.PREFILLING
+        self._prefilling[seq.slot] = seq
+
+    def announce(self, seq: Sequence, arrival: Arrival) -> None:
+        """A transfer will fill the blocks of this sequence."""
+        assert seq.stage is Stage.HELD and seq.arrival is None
+        seq.arrival = arrival
+        self._todo.arrivals.append(seq)
+
+    def start_decode(self, seq: Sequence, first: TokenOutput) -> None:
+        """Generate behind ``first``. If that ends the answer already, the sequence is over now."""
+        assert seq.stage is Stage.PREFILLED or (seq.stage is Stage.HELD and seq.is_announced), seq.stage
+        assert seq.num_tokens >= seq.num_prompt_tokens + seq.request.sampling.max_tokens - 1
+        seq.num_scheduled = seq.num_computed = seq.num_prompt_tokens
+        seq.take(first, self._eos_token_ids)
+        if seq.finish:
+            self.release(seq)
+            return
+        seq.stage = Stage.DECODING
+        self._decoding[seq.slot] = seq
+
+    def release(self, seq: Sequence) -> None:
+        """Take everything back: at once, or, if ranks know of it, with their next plan. Only the first call counts."""
+        stage, seq.stage = seq.stage, Stage.ENDED
+        if stage is Stage.ENDED:
+            return
+        if stage is Stage.WAITING:
+            self._room.leave(seq)
+            return
+        self._prefilling.pop(seq.slot, None)
+        self._decoding.pop(seq.slot, None)
+        if seq.is_admitted:
+            self._todo.retire.append(seq)
+            if seq.push and self._room.has_open_push(seq):
+                self._todo.cancel_push.append(seq.push.transfer_id)
+        elif seq.is_announced:
+            self._todo.drop.append(seq)
+        else:
+            if seq.arrival:
+                self._todo.arrivals.remove(seq)
+            self._room.free(seq)
+
+    def next_plan(self, now: float) -> StepPlan | None:
+        """The next plan, if there is something to tell or to compute and room for it in the pipeline."""
+        phase, segments = self._choose()
+        return self._make_plan(phase, segments, now) if segments or self._todo else None
+
+    def checkpoint(self, now: float) -> StepPlan:
+        """A plan that computes nothing: ranks that have answered it hold what ``Room.by_rank`` says after this call."""
+        return self._make_plan("prefill", [], now)
+
+    def apply(self, outputs: Many[StepOutput], now: float) -> list[tuple[Sequence, tuple[TokenOutput, ...]]]:
+        """The ranks' answers to the oldest plan in flight; the tokens that they bring. Raises EngineFault."""
+        flight = self._flights.popleft()
+        wrong = [o for o in outputs if o.step_id != flight.plan.step_id]
+        if wrong:
+            raise EngineFault(f"rank {wrong[0].rank} answered step {wrong[0].step_id}, not {flight.plan.step_id}")
+        slots = {s.slot: s for o in outputs for s in o.slots}
+        news = []
+        for segment in flight.plan.segments:
+            seq = flight.sequences[segment.slot]
+            if seq.stage is Stage.ENDED:
+                continue
+            tokens: tuple[TokenOutput, ...] = ()
+            if segment.is_last:
+                if segment.slot not in slots:
+                    raise EngineFault(f"step {flight.plan.step_id}: no token for slot {segment.slot}")
+                tokens = _tokens(slots[segment.slot])
+            if flight.plan.phase == "prefill":
+                self._prefilled(seq, segment, now)
+            else:
+                tokens = self._decoded(seq, tokens)
+            news.append((seq, tokens))
+        return news
+
+    def _choose(self) -> tuple[Phase, list[Segment]]:
+        computing = [f.plan.phase for f in self._flights if f.plan.segments]
+        if len(computing) >= self._depth:
+            return "prefill", []
+        chunks = self._chunks()
+        if chunks:
+            return "prefill", chunks
+        if "decode" in computing:
+            return "prefill", []
+        return "decode", [Segment(slot=s, start=-1, num_tokens=1, is_last=True) for s in self._decoding]
+
+    def _chunks(self) -> list[Segment]:
+        budget = self._config.max_num_batched_tokens
+        segments = []
+        for seq in self._prefilling.values():
+            start, end = seq.num_scheduled, min(seq.num_scheduled + budget, seq.num_prompt_tokens)
+            is_last = end == seq.num_prompt_tokens
+            if not is_last:
+                end -= end % self._config.block_size
+            if end > start:
+                segments.append(Segment(slot=seq.slot, start=start, num_tokens=end - start, is_last=is_last))
+                budget -= end - start
+            if not is_last or not budget:
+                break
+        return segments
+
+    def _make_plan(self, phase: Phase, segments: list[Segment], now: float) -> StepPlan:
+        todo, self._todo = self._todo, _Todo()
+        sequences = {s.slot: self._room.tenant(s.slot) for s in segments}
+        self._last_step += 1
+        plan = StepPlan(
+            step_id=self._last_step,
+            phase=phase,
+            admit=tuple(self._admit(s, now) for s in sequences.values() if not s.is_admitted),
+            segments=tuple(segments),
+            retire=tuple(s.slot for s in todo.retire),
+            arrivals=tuple(s.arrival for s in todo.arrivals if s.arrival),
+            drop=tuple(s.arrival.transfer_id for s in todo.drop if s.arrival),
+            cancel_push=tuple(todo.cancel_push),
+        )
+        for seq in todo.arrivals:
+            seq.is_announced = True
+        for seq in todo.retire + todo.drop:
+            self._room.free(seq)
+        if phase == "prefill":
+            self._scheduled(segments)
+        self._flights.append(_Flight(plan, sequences))
+        return plan
+
+    def _scheduled(self, segments: list[Segment]) -> None:
+        for segment in segments:
+            self._prefilling[segment.slot].num_scheduled += segment.num_tokens
+            if segment.is_last:
+                del self._prefilling[segment.slot]
+
+    def _admit(self, seq: Sequence, now: float) -> Admit:
+        self._room.activate(seq)
+        seq.is_admitted = True
+        if not seq.arrival:
+            seq.stamp(Event.PREFILL_STARTED, now)
+        return Admit(
+            slot=seq.slot,
+            group=seq.group,
+            token_ids=pack([*seq.request.prompt_token_ids, *(t.token_id for t in seq.outputs)]),
+            prompt_len=seq.num_prompt_tokens,
+            num_computed=seq.num_computed,
+            blocks=pack(seq.blocks),
+            split_start=seq.split.start,
+            sampling=_for_slot(seq.request.sampling),
+            push=seq.push,
+            arrival=seq.arrival.transfer_id if seq.arrival else None,
+        )
+
+    def _prefilled(self, seq: Sequence, segment: Segment, now: float) -> None:
+        seq.num_computed = segment.start + segment.num_tokens
+        if segment.is_last:
+            seq.stage = Stage.PREFILLED
+            seq.stamp(Event.PREFILL_ENDED, now)
+
+    def _decoded(self, seq: Sequence, tokens: tuple[TokenOutput, ...]) -> tuple[TokenOutput, ...]:
+        for count, token in enumerate(tokens, start=1):
+            seq.num_computed += 1
+            seq.take(token, self._eos_token_ids)
+            if seq.finish:
+                self.release(seq)
+                return tokens[:count]
+        return tokens
+
+
+def _for_slot(sampling: SamplingParams) -> SlotSampling:
+    """What the ranks' sampler needs."""
+    return SlotSampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        choice=sampling.choice,
+        num_logprobs=sampling.num_logprobs,
+    )
+
+
+def _tokens(output: SlotOutput) -> tuple[TokenOutput, ...]:
+    """Tokens with the log-probs that came with them."""
+    return tuple(
+        TokenOutput(
+            token_id,
+            output.logprobs[i] if output.logprobs else None,
+            output.top[i] if output.top else (),
+        )
+        for i, token_id in enumerate(output.token_ids)
+    )
