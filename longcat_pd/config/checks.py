@@ -15,6 +15,7 @@ from longcat_pd.config.schema import (
     ClusterConfig,
     EngineConfig,
     InstanceConfig,
+    InstanceSpec,
     LoadBalancerConfig,
     ModelSection,
     ParallelConfig,
@@ -85,20 +86,28 @@ def pools(config: ClusterConfig) -> Iterator[tuple[Role, PoolConfig]]:
         yield "standalone", config.standalone
 
 
-def port_uses(config: ClusterConfig, *, only: str | None = None) -> Iterator[PortUse]:
-    """All ports of the cluster, or of one instance by its name."""
-    if only is None and config.prefill is not None:
+def port_uses(config: ClusterConfig) -> Iterator[PortUse]:
+    """All ports of a cluster."""
+    if config.prefill is not None:
         yield PortUse(config.load_balancer.host, config.load_balancer.port, "balancer", "load_balancer.port")
     for role, pool in pools(config):
         for place, instance in enumerate(pool.instances):
-            if only not in (None, instance.name):
-                continue
-            offsets = {**INSTANCE_PORTS} if role != "standalone" else {0: "HTTP"}
-            if config.device != "cpu":
-                offsets |= {DEVICE_PORTS + device: f"device {device}" for device in range(config.devices_per_node)}
-            for offset, purpose in offsets.items():
-                key = f"{role}.instances[{place}].http_port"
+            key = f"{role}.instances[{place}].http_port"
+            for offset, purpose in _offsets(role, config.device, config.devices_per_node):
                 yield PortUse(instance.host, instance.http_port + offset, f"{instance.name} {purpose}", key)
+
+
+def ports_of(spec: InstanceSpec) -> Iterator[PortUse]:
+    """The ports of one instance, those of its devices apart."""
+    for offset, purpose in _offsets(spec.role, "cpu", 0):
+        yield PortUse(spec.host, spec.http_port + offset, purpose, f"{spec.name}.http_port")
+
+
+def _offsets(role: Role, device: str, devices_per_node: int) -> Iterator[tuple[int, str]]:
+    """A standalone engine has one rank in its own process; devices have ports where a transport may listen on them."""
+    yield from INSTANCE_PORTS.items() if role != "standalone" else ((0, "HTTP"),)
+    if device != "cpu":
+        yield from ((DEVICE_PORTS + number, f"device {number}") for number in range(devices_per_node))
 
 
 def check_shape(config: ClusterConfig, found: Findings) -> None:

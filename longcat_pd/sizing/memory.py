@@ -1,0 +1,132 @@
+"""Bytes of each rank, part by part, from the configuration and config.json alone: for the plan and for refusing a start.
+
+Counts what a rank holds, not what the operating system shows: weights and cache exactly, workspace as an upper estimate
+of the largest step. Knows no device and no tensors; what is available is the caller's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from longcat_pd.config.model import ModelConfig
+from longcat_pd.config.schema import InstanceSpec, ParallelConfig
+
+GIB = 1 << 30
+PROCESS_BYTES = 48 << 20  # what a rank process has of its own before it loads anything
+
+DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """What one rank needs. ``parts``: weights, n-gram tables, cache, index keys, workspace, process; in bytes."""
+
+    rank: int
+    parts: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """All parts together."""
+        return sum(self.parts.values())
+
+
+def instance_memory(spec: InstanceSpec, model: ModelConfig) -> tuple[RankMemory, ...]:
+    """The need of every rank of one instance, in the order of ranks. ``spec`` is resolved."""
+    stages = _first_layers(spec.parallel)
+    return tuple(_rank_memory(rank, spec, model=model, stages=stages) for rank in range(spec.parallel.world_size))
+
+
+def sum_of_parts(ranks: tuple[RankMemory, ...]) -> dict[str, int]:
+    """Each part over all ranks, in the order of the parts."""
+    return {name: sum(rank.parts[name] for rank in ranks) for name in ranks[0].parts}
+
+
+def show_parts(parts: Mapping[str, int]) -> str:
+    """``weights 41.0, cache 24.0, …`` in GiB, without what is too small to show."""
+    shown = [f"{name} {value / GIB:.2f}" for name, value in parts.items() if value >= GIB / 200]
+    return ", ".join(shown) or "all parts below 0.01"
+
+
+def stage_of(rank: int, parallel: ParallelConfig) -> int:
+    """Pipeline stage of a rank: stages are the outer axis of an instance."""
+    return rank * parallel.pp_size // parallel.world_size
+
+
+def _first_layers(parallel: ParallelConfig) -> list[range]:
+    ends = [sum(parallel.layers_per_stage[: stage + 1]) for stage in range(parallel.pp_size)]
+    return [range(end - size, end) for end, size in zip(ends, parallel.layers_per_stage, strict=True)]
+
+
+def _rank_memory(rank: int, spec: InstanceSpec, *, model: ModelConfig, stages: list[range]) -> RankMemory:
+    stage = stage_of(rank, spec.parallel)
+    layers = stages[stage]
+    width = DTYPE_BYTES[spec.model.dtype]
+    cached_tokens = spec.engine.num_blocks * spec.engine.block_size
+    latents = 2 * len(layers) * (model.kv_lora_rank + model.qk_rope_head_dim)
+    owners = sum(model.owns_index(2 * layer + j) for layer in layers for j in (0, 1))
+    key_width = model.indexer.index_head_dim if model.indexer else 0
+    is_first, is_last = stage == 0, stage == spec.parallel.pp_size - 1
+    return RankMemory(
+        rank=rank,
+        parts={
+            "weights": _weights(model, spec.parallel, num_layers=len(layers), ends=is_first + is_last, width=width),
+            "n-gram tables": _tables(model) * width if is_first else 0,
+            "cache": cached_tokens * latents * width,
+            "index keys": cached_tokens * owners * key_width * width,
+            "workspace": _workspace(spec, model, width=width),
+            "process": PROCESS_BYTES,
+        },
+    )
+
+
+def _weights(model: ModelConfig, parallel: ParallelConfig, *, num_layers: int, ends: int, width: int) -> int:
+    """``ends``: how many of embedding and head are here. Attention heads are split over attn_tp, all else is whole."""
+    hidden, heads = model.hidden_size, model.num_attention_heads // parallel.attn_tp_size
+    latent, rope = model.kv_lora_rank, model.qk_rope_head_dim
+    attention = (
+        (model.q_lora_rank + latent + rope) * hidden
+        + heads * model.qk_head_dim * model.q_lora_rank
+        + heads * (model.qk_nope_head_dim + model.v_head_dim) * latent
+        + heads * model.v_head_dim * hidden
+    )
+    dense = 3 * model.ffn_hidden_size * hidden
+    experts = 3 * model.n_routed_experts * model.expert_ffn_hidden_size * hidden
+    router_bytes = model.num_router_outputs * (hidden + 1) * 4
+    layer_bytes = (2 * attention + 2 * dense + experts + _indexer(model)) * width + router_bytes
+    return num_layers * layer_bytes + ends * model.vocab_size * hidden * width
+
+
+def _indexer(model: ModelConfig) -> int:
+    """Elements of a layer's indexers."""
+    if model.indexer is None:
+        return 0
+    one = model.indexer
+    projections = one.index_n_heads * one.index_head_dim * model.q_lora_rank
+    return 2 // one.cli_factor * (projections + (one.index_head_dim + one.index_n_heads) * model.hidden_size)
+
+
+def _tables(model: ModelConfig) -> int:
+    """Elements of the n-gram tables and of their projections."""
+    if model.over_embedding is None:
+        return 0
+    rows = sum(model.over_embedding.table_sizes)
+    return rows * model.oe_width + model.over_embedding.num_tables * model.oe_width * model.hidden_size
+
+
+def _workspace(spec: InstanceSpec, model: ModelConfig, *, width: int) -> int:
+    """Upper estimate of the largest step: activations of its rows, keys gathered for one attention, logits."""
+    engine, parallel = spec.engine, spec.parallel
+    rows = engine.max_num_seqs if spec.role == "decode" else -(-engine.max_num_batched_tokens // parallel.cp_size)
+    latent = model.kv_lora_rank + model.qk_rope_head_dim
+    query = model.num_attention_heads * (2 * latent + model.kv_lora_rank)
+    experts = model.moe_topk * (3 * model.expert_ffn_hidden_size + model.hidden_size)
+    activations = rows * (8 * model.hidden_size + max(query, experts, 3 * model.ffn_hidden_size)) * width
+    selected = min(engine.max_model_len, model.indexer.index_topk if model.indexer else engine.max_model_len)
+    scores = rows * model.num_attention_heads * selected * 4
+    index_scores = rows * engine.max_model_len * 4 if model.indexer else 0
+    key_width = model.indexer.index_head_dim if model.indexer else 0
+    gathered = engine.max_model_len * (latent + key_width) * width if parallel.cp_size > 1 else 0
+    logits = 2 * engine.max_num_seqs * model.vocab_size * 4
+    return activations + scores + index_scores + gathered + logits

@@ -1,0 +1,127 @@
+"""What is tested before anything is loaded: the plan of an instance, its ports and its memory, all findings at once.
+
+Asks this machine (sockets, /proc); knows no HTTP and starts nothing. Behind ``--check`` and at the start of a driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from longcat_pd.config.checks import PortUse, ports_of
+from longcat_pd.config.model import ModelConfig
+from longcat_pd.config.schema import InstanceSpec
+from longcat_pd.errors import ConfigError
+from longcat_pd.sizing.memory import GIB, RankMemory, instance_memory, show_parts, stage_of, sum_of_parts
+
+LISTEN = "0A"  # state column of /proc/net/tcp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preflight:
+    """The plan of one instance, and what stands against it."""
+
+    plan: tuple[str, ...]
+    findings: tuple[str, ...]
+
+    def raise_if_refused(self) -> None:
+        """Raise one ConfigError with a line for each finding."""
+        if self.findings:
+            raise ConfigError("\n".join(self.findings))
+
+
+def inspect(spec: InstanceSpec, *, available_bytes: int | None = None) -> Preflight:
+    """Plan and findings of one instance on this machine. Raises ConfigError if the checkpoint's config.json is unreadable.
+
+    Args:
+        spec: resolved.
+        available_bytes: memory for all ranks of the instance; None: what this machine has free.
+    """
+    model = ModelConfig.load(spec.model.path)
+    ranks = instance_memory(spec, model)
+    available = free_memory_bytes() if available_bytes is None else available_bytes
+    findings = [*port_findings(ports_of(spec)), *memory_findings(spec, ranks, available_bytes=available)]
+    return Preflight(plan=tuple(plan_lines(spec, ranks)), findings=tuple(findings))
+
+
+def plan_lines(spec: InstanceSpec, ranks: Sequence[RankMemory]) -> Iterator[str]:
+    """What will run: layout, ports, and bytes of each rank part by part."""
+    parallel, engine = spec.parallel, spec.engine
+    axes = {name: size for name, size in vars(parallel).items() if name.endswith("_size") and size > 1}
+    layout = " x ".join(f"{name.removesuffix('_size')} {size}" for name, size in axes.items()) or "one rank"
+    yield f"{spec.role} {spec.name}: {layout}, {parallel.world_size} ranks on {spec.device}, {spec.model.dtype}"
+    blocks = f"block_size {engine.block_size}, {engine.num_blocks} blocks a shard"
+    chunk = f", {engine.max_num_batched_tokens} tokens a chunk" if spec.role != "decode" else ""
+    yield f"  layers per stage {list(parallel.layers_per_stage)}; {blocks}"
+    yield f"  max_model_len {engine.max_model_len}, {engine.max_num_seqs} sequences{chunk}"
+    yield "  ports " + ", ".join(f"{use.port} {use.purpose.removeprefix(spec.name).strip()}" for use in ports_of(spec))
+    for rank in ranks:
+        stage = f" (stage {stage_of(rank.rank, parallel)})" if parallel.pp_size > 1 else ""
+        yield f"  rank {rank.rank}{stage}: {rank.total_bytes / GIB:.2f} GiB: {show_parts(rank.parts)}"
+    if spec.role == "prefill" and engine.max_num_batched_tokens % (engine.block_size * parallel.cp_size):
+        level = engine.block_size * parallel.cp_size
+        yield f"  advice: a chunk is level over the ranks of cp when max_num_batched_tokens is a multiple of {level}"
+
+
+def memory_findings(spec: InstanceSpec, ranks: tuple[RankMemory, ...], *, available_bytes: int) -> Iterator[str]:
+    """Refusal when the ranks of one instance together need more than there is, with the parts."""
+    parts = sum_of_parts(ranks)
+    need = sum(parts.values())
+    if need > available_bytes:
+        head = f"{spec.role} {spec.name} needs {need / GIB:.2f} GiB for its {len(ranks)} ranks"
+        yield f"{head}, {available_bytes / GIB:.2f} available: {show_parts(parts)}"
+
+
+def free_memory_bytes() -> int:
+    """What the operating system says new processes can have, within the limit of this control group."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    available = int(fields["MemAvailable"].split()[0]) << 10
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and (text := limit.read_text(encoding="ascii").strip()) != "max":
+        available = min(available, max(int(text) - int(used.read_text(encoding="ascii")), 0))
+    return available
+
+
+def port_findings(uses: Iterable[PortUse]) -> Iterator[str]:
+    """One line for each port that cannot be listened on, with the process that holds it where that can be seen."""
+    for use in uses:
+        family = socket.AF_INET6 if ":" in use.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((use.host, use.port))
+            except OSError as error:
+                holder = port_holder(use.port)
+                reason = f"is taken by {holder}; stop it or change this setting" if holder else error.strerror
+                yield f"{use.key}={use.port}: port {use.port} on {use.host} ({use.purpose}) {reason}"
+
+
+def port_holder(port: int) -> str | None:
+    """``pid 4711 (command line)`` of who listens on a TCP port; None: nobody does, or it is not ours to see."""
+    wanted = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and wanted & set(_open_files(process)):
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            return f"pid {process.name} ({command.strip()[:120]})"
+    return None
+
+
+def _open_files(process: Path) -> Iterator[str]:
+    """Targets of a process's descriptors; nothing of one that has ended or belongs to another user."""
+    with contextlib.suppress(OSError):
+        for link in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):  # closed in the meantime
+                yield str(link.readlink())
+
+
+def _listening_inodes(port: int) -> Iterator[str]:
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        if not Path(table).is_file():
+            continue
+        for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == LISTEN and int(columns[1].rsplit(":", 1)[1], 16) == port:
+                yield columns[9]

@@ -1,0 +1,142 @@
+"""Bytes of a rank against what the releases are known to hold, and against sums done by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from longcat_pd.config.model import ModelConfig
+from longcat_pd.config.schema import EngineConfig, InstanceSpec, ModelSection, ParallelConfig, TransferConfig
+from longcat_pd.sizing.memory import RankMemory, instance_memory, show_parts, stage_of, sum_of_parts
+
+COMMON: dict[str, Any] = {
+    "zero_expert_type": "identity",
+    "moe_topk": 12,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+CHAT = COMMON | {
+    "vocab_size": 131072,
+    "hidden_size": 6144,
+    "num_layers": 28,
+    "num_attention_heads": 64,
+    "ffn_hidden_size": 12288,
+    "expert_ffn_hidden_size": 2048,
+    "n_routed_experts": 512,
+    "zero_expert_num": 256,
+}
+LITE = COMMON | {
+    "vocab_size": 131072,
+    "hidden_size": 3072,
+    "num_layers": 14,
+    "num_attention_heads": 32,
+    "ffn_hidden_size": 6144,
+    "expert_ffn_hidden_size": 1024,
+    "n_routed_experts": 256,
+    "zero_expert_num": 128,
+    "ngram_vocab_size_ratio": 78,
+    "emb_neighbor_num": 4,
+    "emb_split_num": 4,
+}
+LARGE = COMMON | {
+    "vocab_size": 163840,
+    "hidden_size": 8192,
+    "num_layers": 38,
+    "num_attention_heads": 64,
+    "ffn_hidden_size": 12288,
+    "expert_ffn_hidden_size": 2048,
+    "n_routed_experts": 768,
+    "zero_expert_num": 128,
+    "oe_vocab_size_ratio": 100.567,
+    "oe_neighbor_num": 5,
+    "oe_split_num": 4,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "index_init_tokens": 16,
+    "index_local_tokens": 1024,
+    "index_k_norm_type": "rms",
+    "cli_factor": 2,
+}
+
+
+def spec(role: str = "standalone", *, layers: tuple[int, ...] = (1,), **sizes: int) -> InstanceSpec:
+    return InstanceSpec(
+        name="x",
+        role=role,  # type: ignore[arg-type]
+        host="127.0.0.1",
+        http_port=30000,
+        device="cpu",
+        model=ModelSection(path="/x", dtype="bfloat16"),
+        parallel=ParallelConfig(layers_per_stage=layers, pp_size=len(layers), **sizes),
+        engine=EngineConfig(block_size=16, num_blocks=11, max_model_len=160, max_num_seqs=2, max_num_batched_tokens=32),
+        transfer=TransferConfig(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "elements"),
+    [
+        (CHAT, 561_862_880_256 - 1_197_899_776),  # published total without the draft module
+        (LITE, 68_562_465_024),
+        (LARGE, 1_775_560_491_136 - 136_943_683_712),
+    ],
+    ids=["chat", "lite", "2.0"],
+)
+def test_the_releases_weigh_what_their_cards_say(fields: dict[str, Any], elements: int) -> None:
+    model = ModelConfig.from_dict(fields)
+    (rank,) = instance_memory(spec(layers=(model.num_layers,)), model)
+    # Norms are left out, and the router is counted in float32.
+    counted = (rank.parts["weights"] + rank.parts["n-gram tables"]) / 2
+    assert counted == pytest.approx(elements, rel=3e-4)
+    assert counted > elements * (1 - 2e-5)
+
+
+def test_the_cache_of_the_large_one_is_that_of_its_card() -> None:
+    model = ModelConfig.from_dict(LARGE)
+    (rank,) = instance_memory(spec(layers=(38,)), model)
+    tokens = 11 * 16
+    assert rank.parts["cache"] == tokens * 87_552
+    assert rank.parts["index keys"] == tokens * 9_728
+
+
+def test_stages_share_layers_and_only_the_ends_hold_tables_and_vocabulary() -> None:
+    model = ModelConfig.from_dict(LARGE)
+    whole = instance_memory(spec("prefill", layers=(38,)), model)
+    split = instance_memory(spec("prefill", layers=(20, 10, 8), cp_size=2), model)
+    assert [stage_of(rank, spec(layers=(20, 10, 8), cp_size=2).parallel) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert [rank.parts["n-gram tables"] > 0 for rank in split] == [True, True, False, False, False, False]
+    # The two ranks of a stage are copies of each other in weights, so the even ones make up one model.
+    assert sum(rank.parts["weights"] for rank in split[::2]) == whole[0].parts["weights"]
+    assert split[0].parts["weights"] - split[4].parts["weights"] == 12 * split[2].parts["weights"] // 10
+    assert split[0].parts["cache"] == split[1].parts["cache"] == 2 * split[2].parts["cache"]
+
+
+def test_a_decode_group_splits_heads_and_nothing_else() -> None:
+    model = ModelConfig.from_dict(CHAT)
+    one = instance_memory(spec("decode", layers=(28,)), model)[0]
+    eight = instance_memory(spec("decode", layers=(28,), kvp_size=8, attn_tp_size=8), model)
+    heads = 64 * (192 * 1536 + 256 * 512 + 128 * 6144)
+    assert len(eight) == 8
+    assert one.parts["weights"] - eight[3].parts["weights"] == 2 * 56 * heads * 7 // 8
+
+
+def test_dtype_doubles_weights_and_cache() -> None:
+    model = ModelConfig.from_dict(LITE)
+    half = spec(layers=(14,))
+    full = replace(half, model=replace(half.model, dtype="float32"))
+    (small,), (large,) = instance_memory(half, model), instance_memory(full, model)
+    assert large.parts["cache"] == 2 * small.parts["cache"]
+    assert large.parts["n-gram tables"] == 2 * small.parts["n-gram tables"]
+
+
+def test_sums_and_their_line() -> None:
+    ranks = tuple(RankMemory(rank=rank, parts={"weights": 3 << 30, "cache": 1 << 29, "process": 1}) for rank in (0, 1))
+    assert sum_of_parts(ranks) == {"weights": 6 << 30, "cache": 1 << 30, "process": 2}
+    assert ranks[0].total_bytes == (3 << 30) + (1 << 29) + 1
+    assert show_parts(sum_of_parts(ranks)) == "weights 6.00, cache 1.00"

@@ -1,0 +1,47 @@
+"""The plan that is printed, and refusals by memory. Ports are in ``tests/integration/test_preflight_ports.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from longcat_pd.config.model import ModelConfig
+from longcat_pd.config.resolve import instance_spec, load
+from longcat_pd.sizing.memory import instance_memory
+from longcat_pd.sizing.preflight import free_memory_bytes, memory_findings, plan_lines
+from tests.unit.test_resolve import cluster
+
+__all__ = ["cluster"]
+
+
+def plan(file: Path, *overrides: str) -> list[str]:
+    spec = instance_spec(load(file, overrides), "p0")
+    return list(plan_lines(spec, instance_memory(spec, ModelConfig.load(spec.model.path))))
+
+
+def test_the_plan_names_layout_ports_and_the_bytes_of_every_rank(cluster: Path) -> None:
+    text = "\n".join(plan(cluster))
+    assert "prefill p0: pp 2 x cp 2, 4 ranks on cpu, bfloat16" in text
+    assert "layers per stage [3, 2]; block_size 16" in text
+    assert "30000 HTTP, 30001 control records" in text
+    assert "30005 rendezvous of the lanes" in text
+    assert "rank 0 (stage 0): 0." in text
+    assert "rank 3 (stage 1): 0." in text
+    assert "advice" not in text
+
+
+def test_a_chunk_that_is_not_level_is_worth_a_word(cluster: Path) -> None:
+    assert "multiple of 32" in plan(cluster, "prefill.engine.max_num_batched_tokens=48")[-1]
+
+
+def test_too_little_memory_is_refused_with_its_parts(cluster: Path) -> None:
+    spec = instance_spec(load(cluster), "p0")
+    ranks = instance_memory(spec, ModelConfig.load(spec.model.path))
+    (line,) = memory_findings(spec, ranks, available_bytes=100 << 20)
+    assert line.startswith("prefill p0 needs 0.")
+    assert "for its 4 ranks, 0.10 available: " in line
+    assert "process 0.19" in line
+    assert not list(memory_findings(spec, ranks, available_bytes=sum(rank.total_bytes for rank in ranks)))
+
+
+def test_free_memory_is_a_sane_number() -> None:
+    assert 1 << 20 < free_memory_bytes() < 1 << 50
