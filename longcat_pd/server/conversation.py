@@ -1,0 +1,152 @@
+"""Reading the messages and tools of a chat body into what a chat template is given.
+
+Owns the shapes of messages, content parts, tools and tool_choice. Does not know templates.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from longcat_pd.errors import InvalidRequest
+from longcat_pd.server.fields import Fields, missing, out_of_range, parse_json, unsupported, wrong_type
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_TOOLS = 128
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def read_messages(body: Fields) -> tuple[dict[str, Any], ...]:
+    """The conversation: role (developer has become system), content as one string, tool calls with their arguments as
+    mappings, reasoning_content and tool_call_id where given."""
+    body.required("messages")
+    messages = body.items("messages") or []
+    if not messages:
+        raise InvalidRequest("messages has 0 entries, at least 1", param="messages")
+    return tuple(_message(Fields.of(m, f"messages[{i}]")) for i, m in enumerate(messages))
+
+
+def _message(message: Fields) -> dict[str, Any]:
+    message.required("role")
+    role = message.text("role")
+    if role not in ROLES:
+        raise out_of_range(message.path("role"), role, " | ".join(ROLES))
+    message.text("name")
+    read: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    if role == "assistant":
+        calls = [_tool_call(Fields.of(c, f"{message.path('tool_calls')}[{i}]")) for i, c in _calls(message)]
+        if calls:
+            read["tool_calls"] = calls
+        reasoning = message.text("reasoning_content")
+        if reasoning is not None:
+            read["reasoning_content"] = reasoning
+    if role == "tool":
+        message.required("tool_call_id")
+        read["tool_call_id"] = message.text("tool_call_id")
+    read["content"] = _content(message, may_lack="tool_calls" in read)
+    return read
+
+
+def _calls(message: Fields) -> list[tuple[int, Any]]:
+    return list(enumerate(message.items("tool_calls") or []))
+
+
+def _content(message: Fields, *, may_lack: bool) -> str:
+    content = message.get("content")
+    path = message.path("content")
+    if content is None:
+        if may_lack:
+            return ""
+        raise missing(path)
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise wrong_type(path, "a string or an array", content)
+    return "".join(_part(Fields.of(part, f"{path}[{i}]")) for i, part in enumerate(content))
+
+
+def _part(part: Fields) -> str:
+    part.required("type")
+    kind = part.text("type")
+    if kind != "text":
+        raise InvalidRequest(
+            f"{part.path('type')} = {kind!r}: only text parts are supported",
+            code="unsupported_content_part",
+            param=part.path("type"),
+        )
+    part.required("text")
+    return part.text("text") or ""
+
+
+def _tool_call(call: Fields) -> dict[str, Any]:
+    _function_type(call, required=False)
+    call.required("function")
+    function = Fields.of(call.get("function"), call.path("function"))
+    for name in ("name", "arguments"):
+        function.required(name)
+    text = function.text("arguments") or ""
+    path = function.path("arguments")
+    try:
+        arguments = parse_json(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{path} is not the JSON text of an object: {error}", param=path) from None
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"{path} is not the JSON text of an object", param=path)
+    read: dict[str, Any] = {"type": "function", "function": {"name": function.text("name"), "arguments": arguments}}
+    identity = call.text("id")
+    return {"id": identity, **read} if identity is not None else read
+
+
+def _function_type(fields: Fields, *, required: bool) -> None:
+    if required:
+        fields.required("type")
+    kind = fields.text("type")
+    if kind not in (None, "function"):
+        raise out_of_range(fields.path("type"), kind, '"function"')
+
+
+def read_tools(body: Fields) -> tuple[dict[str, Any], ...]:
+    """The tools as sent; empty when tool_choice is ``none``, for then they are not shown to the model."""
+    names: set[str] = set()
+    tools = body.items("tools", MAX_TOOLS) or []
+    for i, tool in enumerate(tools):
+        fields = Fields.of(tool, f"tools[{i}]")
+        _function_type(fields, required=True)
+        fields.required("function")
+        function = Fields.of(fields.get("function"), fields.path("function"))
+        function.required("name")
+        name = function.text("name") or ""
+        if not _TOOL_NAME.fullmatch(name):
+            raise out_of_range(function.path("name"), name, _TOOL_NAME.pattern)
+        if name in names:
+            raise InvalidRequest(f"{function.path('name')} = {name!r} occurs twice", param=function.path("name"))
+        names.add(name)
+        function.text("description")
+        function.object("parameters")
+    return tuple(tools) if _choice(body, names) != "none" else ()
+
+
+def _choice(body: Fields, names: set[str]) -> str:
+    """``auto`` or ``none``; a call that has to come is enforced by a grammar, which this server does not offer."""
+    choice = body.get("tool_choice")
+    if choice is None:
+        return "auto" if names else "none"
+    if isinstance(choice, str):
+        if choice not in ("auto", "none", "required"):
+            raise out_of_range("tool_choice", choice, "auto | none | required | a function")
+        if choice != "required":
+            return choice
+        if not names:
+            raise InvalidRequest("tool_choice = required without tools", param="tool_choice")
+        raise unsupported("tool_choice", choice)
+    fields = Fields.of(choice, "tool_choice")
+    _function_type(fields, required=True)
+    fields.required("function")
+    function = Fields.of(fields.get("function"), "tool_choice.function")
+    function.required("name")
+    name = function.text("name")
+    if name not in names:
+        raise InvalidRequest(
+            f"tool_choice.function.name = {name!r} is not among the tools", param="tool_choice.function.name"
+        )
+    raise unsupported("tool_choice", choice)
