@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from longcat_pd.config.model import ModelConfig
+from longcat_pd.config.schema import EngineConfig
 from longcat_pd.kv_cache.spec import CacheSpec
 
 
@@ -21,6 +23,13 @@ class KVCache:
             entry.name: torch.zeros((num_blocks, block_size, entry.width), dtype=entry.dtype, device=device)
             for entry in spec.entries
         }
+
+    @classmethod
+    def of_layers(
+        cls, config: ModelConfig, layers: range, *, engine: EngineConfig, dtype: torch.dtype, device: torch.device
+    ) -> KVCache:
+        """The cache of some layers of a checkpoint."""
+        return cls(CacheSpec.of(config, layers, dtype), engine.num_blocks, engine.block_size, device)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The blocks of one entry: ``[num_blocks, block_size, width]``."""

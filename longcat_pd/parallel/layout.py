@@ -8,6 +8,7 @@ from typing import Literal
 from longcat_pd.config.schema import ParallelConfig
 
 AxisName = Literal["pp", "cp", "dp", "kvp", "attn_tp"]
+KVAccess = Literal["local", "gathered", "partitioned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,22 @@ class Axis:
     name: AxisName
     size: int
     stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShard:
+    """Which part of a sequence's cache a rank keeps, and what of it its attention sees.
+
+    Attributes:
+        access: local: it keeps all blocks; gathered: it keeps some and sees all, for the rows whose blocks it keeps
+            (context parallel); partitioned: it keeps some and sees those, for all rows (KV parallel).
+        num_ranks: ranks that share the blocks of one sequence, by BlockSplit.
+        rank: this one's place among them.
+    """
+
+    access: KVAccess
+    num_ranks: int
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +83,16 @@ class ParallelLayout:
     def groups(self, name: AxisName) -> list[tuple[int, ...]]:
         """All groups of an axis, in the order of their first ranks."""
         return sorted({self.group_of(rank, name) for rank in range(self.world_size)})
+
+    def cache_shard(self, rank: int) -> CacheShard:
+        """A sequence is split over cp or over kvp, never over both."""
+        cp, kvp = self.axis("cp"), self.axis("kvp")
+        assert cp.size == 1 or kvp.size == 1, (cp.size, kvp.size)
+        if cp.size > 1:
+            return CacheShard("gathered", cp.size, self.coordinate(rank, "cp"))
+        if kvp.size > 1:
+            return CacheShard("partitioned", kvp.size, self.coordinate(rank, "kvp"))
+        return CacheShard("local", 1, 0)
 
     def is_reporting(self, rank: int) -> bool:
         """Whether ``rank`` reports sampled tokens: the first rank of the last stage, and of each decode group."""

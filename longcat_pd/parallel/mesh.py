@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from longcat_pd.config.schema import ParallelConfig
+from longcat_pd.config.schema import ParallelConfig, RankSpec
 from longcat_pd.parallel.collectives import AxisGroup
-from longcat_pd.parallel.layout import AxisName, ParallelLayout
-from longcat_pd.parallel.platform import Platform
+from longcat_pd.parallel.layout import AxisName, CacheShard, ParallelLayout
+from longcat_pd.parallel.platform import platform_of
 
 _JOIN_TIMEOUT = timedelta(seconds=120)  # until all ranks of the instance have come to the rendezvous
-
-
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """Where the ranks of an instance meet (rank 0 listens there), and how long one collective may take afterwards."""
-
-    host: str
-    port: int
-    timeout_s: float
 
 
 class Mesh:
@@ -46,21 +36,23 @@ class Mesh:
         return cls(ParallelLayout.of(ParallelConfig()), 0, {})
 
     @classmethod
-    def join(cls, layout: ParallelLayout, rank: int, platform: Platform, rendezvous: Rendezvous) -> Mesh:
-        """Meets the other ranks of the instance. A world of one needs nobody.
+    def join(cls, spec: RankSpec) -> Mesh:
+        """Meets the other ranks of the instance; rank 0 serves the rendezvous. A world of one needs nobody.
 
         Raises:
             RuntimeError: not all ranks came in time (torch.distributed's errors are of this class).
         """
+        layout = ParallelLayout.of(spec.instance.parallel)
         if layout.world_size == 1:
             return cls(layout, 0, {})
+        rank = spec.rank
         store = dist.TCPStore(  # type: ignore[attr-defined]  # exported, but not by name
-            rendezvous.host, rendezvous.port, layout.world_size, is_master=rank == 0, timeout=_JOIN_TIMEOUT
+            spec.rendezvous_host, spec.rendezvous_port, layout.world_size, is_master=rank == 0, timeout=_JOIN_TIMEOUT
         )
-        timeout = timedelta(seconds=rendezvous.timeout_s)
-        dist.init_process_group(
-            platform.collective_backend, store=store, rank=rank, world_size=layout.world_size, timeout=timeout
-        )
+        # the driver judges a slow step first (step_timeout_s); a collective gives up only after the driver has
+        timeout = timedelta(seconds=spec.instance.engine.step_timeout_s + spec.instance.engine.rank_lost_s)
+        backend = platform_of(spec.instance.device).collective_backend
+        dist.init_process_group(backend, store=store, rank=rank, world_size=layout.world_size, timeout=timeout)
         groups: dict[AxisName, dist.ProcessGroup] = {}
         for axis in layout.axes:  # all ranks make all groups, in the same order
             if axis.name == "attn_tp" and axis.size > 1:
@@ -75,6 +67,11 @@ class Mesh:
     def axis(self, name: AxisName) -> AxisGroup:
         """The group of an axis; of size 1 where the layout does not split along it."""
         return self._axes[name]
+
+    @property
+    def cache_shard(self) -> CacheShard:
+        """The part of a sequence's cache that this rank keeps and sees."""
+        return self.layout.cache_shard(self.rank)
 
     def coordinate(self, name: AxisName) -> int:
         """This rank's place on an axis."""

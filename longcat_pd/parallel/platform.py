@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+import torch
+
 from longcat_pd.errors import ConfigError
 
 
@@ -26,10 +28,12 @@ class Platform:
     scheduling_policy: int | None
     threads: int | None
 
-    def set_scheduling_class(self) -> None:
-        """First act of a rank process; threads started later inherit it. Needs no privilege."""
+    def prepare_rank(self) -> None:
+        """First act of a rank process; threads that start later inherit it. Needs no privilege."""
         if self.scheduling_policy is not None:
             os.sched_setscheduler(0, self.scheduling_policy, os.sched_param(0))
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
 
 
 _PLATFORMS = {

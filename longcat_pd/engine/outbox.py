@@ -1,0 +1,67 @@
+"""The thread of a rank that owns its output socket. Knows no plans and no model."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+from longcat_pd import wire
+from longcat_pd.clock import HEARTBEAT_S
+from longcat_pd.engine.plan import Heartbeat, RankAccounts, RankMessage, RankReady, StepOutput
+from longcat_pd.kv_transfer.messages import TransferClosed
+
+_STATUS_ORPHANED = 1
+
+
+class Outbox:
+    """The thread that sends: outputs and events as they come, a heartbeat each second, also while a step computes.
+
+    The heartbeat doubles as the look at the parent: an orphan ends itself.
+    """
+
+    def __init__(self, endpoint: str, rank: int) -> None:
+        self._endpoint = endpoint
+        self._rank = rank
+        self._parent = os.getppid()
+        self._messages: queue.SimpleQueue[RankMessage | None] = queue.SimpleQueue()
+        self._accounts: Callable[[], RankAccounts] = lambda: RankAccounts(rank=rank)
+        self._step_id = 0
+        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, message: RankMessage) -> None:
+        """Sends soon. From any thread."""
+        self._messages.put(message)
+
+    def report_from(self, accounts: Callable[[], RankAccounts]) -> None:
+        """Heartbeats carry these accounts from now on."""
+        self._accounts = accounts
+
+    def note_step(self, step_id: int) -> None:
+        """The step in work; 0 when idle."""
+        self._step_id = step_id
+
+    def close(self) -> None:
+        """Sends what was put so far and ends."""
+        self._messages.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        codec: wire.Codec[RankMessage] = wire.Codec(RankReady, Heartbeat, StepOutput, TransferClosed)
+        socket = wire.BlockingSocket("push", self._endpoint, bind=False)
+        while (message := self._next()) is not None:
+            try:
+                socket.send(codec.encode(message))
+            except wire.Unsendable:  # thousands of messages wait: the driver reads no more
+                os._exit(_STATUS_ORPHANED)
+        socket.close()
+
+    def _next(self) -> RankMessage | None:
+        try:
+            return self._messages.get(timeout=HEARTBEAT_S)
+        except queue.Empty:
+            if os.getppid() != self._parent:
+                os._exit(_STATUS_ORPHANED)
+            return Heartbeat(rank=self._rank, step_id=self._step_id, accounts=self._accounts())

@@ -1,0 +1,83 @@
+"""A rank process: two threads of its own (steps here, an outbox that owns the output socket) and those of its lanes.
+
+Takes plans in order and answers each; ends when it is told, when a step fails, or when its parent is gone. Knows neither
+role nor requests: what differs between pools is which lanes are attached.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+
+from longcat_pd import wire
+from longcat_pd.config.schema import RankSpec
+from longcat_pd.engine.handover import MakeLanes, no_lanes
+from longcat_pd.engine.outbox import Outbox
+from longcat_pd.engine.plan import StepOutput, StepPlan, Stop
+from longcat_pd.engine.rank_model import load_rank_model
+from longcat_pd.engine.runner import ModelRunner
+from longcat_pd.errors import ConfigError
+from longcat_pd.parallel.mesh import Mesh
+from longcat_pd.parallel.platform import platform_of
+
+STATUS_FAULT = 1
+STATUS_CONFIG = 2
+_PLAN_POLL_S = 60.0  # nothing hangs on it: a plan wakes the step thread at once
+
+
+def main(config: str) -> None:
+    """Entry of a rank process without lanes. ``config``: a RankSpec as JSON."""
+    run_rank(wire.from_json(RankSpec, config), no_lanes)
+
+
+def run_rank(spec: RankSpec, make_lanes: MakeLanes) -> None:
+    """The life of a rank process. Returns after a Stop; ends the process with a status when something fails."""
+    platform_of(spec.instance.device).prepare_rank()
+    outbox = Outbox(spec.output_endpoint, spec.rank)
+    steps = _Steps(spec, outbox)
+    try:
+        steps.run(make_lanes)
+    except Exception as error:
+        fault = error.message if isinstance(error, ConfigError) else "".join(traceback.format_exception(error))
+        outbox.put(StepOutput(step_id=steps.step_id, rank=spec.rank, fault=fault))
+        outbox.close()
+        # not sys.exit: process groups with a dead member may hang in their destructors
+        os._exit(STATUS_CONFIG if isinstance(error, ConfigError) else STATUS_FAULT)
+    outbox.close()
+
+
+class _Steps:
+    """The step thread: join, load, then one plan after the other."""
+
+    def __init__(self, spec: RankSpec, outbox: Outbox) -> None:
+        self._spec = spec
+        self._outbox = outbox
+        self.step_id = 0  # of the plan in work, for the report of a fault
+
+    def run(self, make_lanes: MakeLanes) -> None:
+        # connected before the weights are read, so that the driver knows this rank's name when it hears that it is ready
+        plans = wire.BlockingSocket("dealer", self._spec.plan_endpoint, bind=False, identity=str(self._spec.rank).encode())
+        mesh = Mesh.join(self._spec)
+        loaded = load_rank_model(self._spec, mesh)
+        push, arrival = make_lanes(self._spec, loaded.cache, self._outbox.put)
+        runner = ModelRunner(self._spec, mesh, loaded=loaded, push=push, arrival=arrival)
+        self._outbox.report_from(runner.accounts)
+        self._outbox.put(runner.ready())
+        self._execute_plans(plans, runner)
+        runner.close()
+        plans.close()
+        mesh.leave()
+
+    def _execute_plans(self, plans: wire.BlockingSocket, runner: ModelRunner) -> None:
+        codec: wire.Codec[StepPlan | Stop] = wire.Codec(StepPlan, Stop)
+        while True:
+            frames = plans.recv(_PLAN_POLL_S)
+            if frames is None:
+                continue
+            plan = codec.decode(frames)
+            if isinstance(plan, Stop):
+                return
+            self.step_id = plan.step_id
+            self._outbox.note_step(plan.step_id)
+            self._outbox.put(runner.execute(plan))
+            self._outbox.note_step(0)

@@ -1,0 +1,85 @@
+"""Building what a rank computes with: its cache, its part of the model, its weights. Done once, before the first plan."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from longcat_pd import kernels
+from longcat_pd.config.model import ModelConfig
+from longcat_pd.config.schema import RankSpec
+from longcat_pd.kv_cache.storage import KVCache
+from longcat_pd.models.causal_lm import CausalLM
+from longcat_pd.models.checkpoint import checkpoint_digest
+from longcat_pd.models.context import ModelContext
+from longcat_pd.models.weights import load_weights
+from longcat_pd.parallel.layout import layers_of_stage
+from longcat_pd.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankModel:
+    """A rank's part of the model, and its cache.
+
+    ``ngram_order``: N of the over-embedding where this stage embeds with it, else 0. ``hidden_size`` and ``dtype`` are
+    those of what travels between stages.
+    """
+
+    model: CausalLM
+    cache: KVCache
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+    ngram_order: int
+    model_digest: str
+    weight_bytes: int
+    load_s: float
+
+
+def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
+    """Builds this rank's stage and fills it from the checkpoint.
+
+    Raises:
+        ConfigError: the checkpoint, the device or the configuration do not fit.
+    """
+    instance = spec.instance
+    began = time.monotonic()
+    config = ModelConfig.load(instance.model.path)
+    dtype = _data_type(config.torch_dtype if instance.model.dtype == "auto" else instance.model.dtype)
+    device = torch.device(instance.device)
+    pp = mesh.axis("pp")
+    layers = layers_of_stage(instance.parallel, config.num_layers, pp.rank)
+    cache = KVCache.of_layers(config, layers, engine=instance.engine, dtype=dtype, device=device)
+    context = ModelContext(
+        config=config,
+        ops=kernels.load(instance.device),
+        mesh=mesh,
+        cache=cache,
+        layers=layers,
+        is_first=pp.rank == 0,
+        is_last=pp.rank == pp.size - 1,
+        kv_access=mesh.cache_shard.access,
+        dtype=dtype,
+        device=device,
+        max_positions=instance.engine.max_model_len,
+    )
+    model = CausalLM(context)
+    weight_bytes = load_weights(model.weight_specs(), Path(instance.model.path), config=config)
+    return RankModel(
+        model=model,
+        cache=cache,
+        hidden_size=config.hidden_size,
+        dtype=dtype,
+        device=device,
+        ngram_order=config.over_embedding.oe_neighbor_num if config.over_embedding and context.is_first else 0,
+        model_digest=checkpoint_digest(Path(instance.model.path)),
+        weight_bytes=weight_bytes,
+        load_s=time.monotonic() - began,
+    )
+
+
+def _data_type(name: str) -> torch.dtype:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -1,0 +1,158 @@
+"""ModelRunner: executes plans on one rank. Knows slots and the pipeline's neighbours; no requests, queues or peers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from longcat_pd.config.schema import RankSpec
+from longcat_pd.engine.handover import Handover
+from longcat_pd.engine.inputs import InputsBuilder
+from longcat_pd.engine.plan import Admit, RankAccounts, RankReady, SlotOutput, StepOutput, StepPlan
+from longcat_pd.engine.rank_model import RankModel, load_rank_model
+from longcat_pd.engine.sampler import sample
+from longcat_pd.engine.slots import SlotState, Span
+from longcat_pd.kv_transfer.sides import ArrivalSide, PushSide
+from longcat_pd.parallel.collectives import PendingSend
+from longcat_pd.parallel.mesh import Mesh
+
+
+class ModelRunner:
+    """One rank's execution of plans: in order, each once, from one thread.
+
+    Args:
+        spec: what this rank is told.
+        mesh: its place among the ranks of the instance.
+        loaded: model and cache; read from ``spec``'s checkpoint when not given.
+        push, arrival: the lanes of a hand-over (see ``Handover``).
+    """
+
+    def __init__(
+        self,
+        spec: RankSpec,
+        mesh: Mesh,
+        *,
+        loaded: RankModel | None = None,
+        push: PushSide | None = None,
+        arrival: ArrivalSide | None = None,
+    ) -> None:
+        self._spec = spec
+        self._mesh = mesh
+        self._loaded = loaded or load_rank_model(spec, mesh)
+        self.cache = self._loaded.cache
+        self._handover = Handover(push, arrival)
+        self._inputs = InputsBuilder(mesh.cache_shard, self.cache.block_size, self._loaded.ngram_order, self._loaded.device)
+        self._slots: dict[int, SlotState] = {}
+        self._blocks_live = 0
+        self._last_step = 0
+        self._sending: PendingSend | None = None
+
+    def ready(self) -> RankReady:
+        """What the driver is told before the first plan."""
+        return RankReady(
+            rank=self._spec.rank,
+            load_s=self._loaded.load_s,
+            weight_bytes=self._loaded.weight_bytes,
+            num_blocks=self.cache.num_blocks,
+            cache_entries=tuple(
+                (entry.name, entry.width, str(entry.dtype).removeprefix("torch.")) for entry in self.cache.spec.entries
+            ),
+            model_digest=self._loaded.model_digest,
+            accounts=self.accounts(),
+        )
+
+    def accounts(self) -> RankAccounts:
+        """What this rank holds, from the plans that it executed and from its lanes. May be called from any thread."""
+        lanes = self._handover.counts()
+        return RankAccounts(
+            rank=self._spec.rank,
+            blocks_total=self.cache.num_blocks - 1,
+            blocks_reserved=lanes.reserved_blocks,
+            blocks_live=self._blocks_live,
+            blocks_quarantined=lanes.quarantined_blocks,
+            slots_total=self._spec.instance.engine.max_num_seqs // self._mesh.axis("dp").size,
+            slots_used=len(self._slots),
+            lanes_posted=lanes.posted,
+            lanes_unsent=lanes.unsent,
+        )
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Retire, drop and cancel, announce, admit, compute. What is wrong with a plan or a step is an exception."""
+        assert plan.step_id == self._last_step + 1, f"plan {plan.step_id} after plan {self._last_step}"
+        self._last_step = plan.step_id
+        began = time.perf_counter()
+        for slot in plan.retire:
+            self._blocks_live -= self._num_held(self._slots.pop(slot))
+        self._handover.apply(plan)
+        for admit in plan.admit:
+            self._admit(admit)
+        with torch.inference_mode():
+            outputs = self._compute([Span.of(s, self._slots[s.slot]) for s in plan.segments]) if plan.segments else ()
+        return StepOutput(
+            step_id=plan.step_id,
+            rank=self._spec.rank,
+            slots=outputs if self._mesh.layout.is_reporting(self._mesh.rank) else (),
+            compute_ms=1000.0 * (time.perf_counter() - began),
+            accounts=self.accounts(),
+        )
+
+    def close(self) -> None:
+        """Ends the lanes."""
+        self._handover.close()
+
+    def _admit(self, admit: Admit) -> None:
+        assert admit.slot not in self._slots, f"slot {admit.slot} is taken"
+        assert admit.group == self._mesh.coordinate("dp"), f"slot {admit.slot} is of group {admit.group}"
+        state = SlotState(admit, self._mesh.cache_shard.num_ranks, self.cache.block_size)
+        self._slots[admit.slot] = state
+        self._blocks_live += self._num_held(state)
+        self._handover.admit(admit)
+
+    def _num_held(self, state: SlotState) -> int:
+        return len(state.held_by(self._mesh.cache_shard.rank))
+
+    def _compute(self, spans: Sequence[Span]) -> tuple[SlotOutput, ...]:
+        """One forward step of this stage; the last stage samples."""
+        inputs = self._inputs.build(spans)
+        pp = self._mesh.axis("pp")
+        hidden = self._received(len(inputs.token_ids)) if pp.rank else None
+        hidden = self._loaded.model.forward(inputs, hidden, self._handover.layer_hook(spans))
+        for span in spans:
+            span.state.num_computed = span.end
+        if pp.rank < pp.size - 1:
+            self._pass_on(hidden)
+            return ()
+        states = [span.state for span in spans if span.wants_token]
+        if not states:
+            return ()
+        return _sampled(self._loaded.model.logits(hidden, inputs.output_rows), states)
+
+    def _received(self, num_rows: int) -> torch.Tensor:
+        pp = self._mesh.axis("pp")
+        return pp.recv((num_rows, self._loaded.hidden_size), self._loaded.dtype, pp.rank - 1)
+
+    def _pass_on(self, hidden: torch.Tensor) -> None:
+        """Sends to the next stage while this one goes on with the next plan; one message at most is on its way."""
+        pp = self._mesh.axis("pp")
+        if self._sending is not None:
+            self._sending.wait()
+        self._sending = pp.start_send(hidden, pp.rank + 1)
+
+
+def _sampled(logits: torch.Tensor, states: Sequence[SlotState]) -> tuple[SlotOutput, ...]:
+    """Draws one token for each sequence and appends it to what the slot knows."""
+    sampled = sample(logits, [state.sampling for state in states], [state.num_tokens for state in states])
+    outputs = []
+    for state, token in zip(states, sampled, strict=True):
+        state.append(token.token_id)
+        outputs.append(
+            SlotOutput(
+                slot=state.slot,
+                token_ids=(token.token_id,),
+                logprobs=() if token.logprob is None else (token.logprob,),
+                top=() if token.logprob is None else (token.top,),
+            )
+        )
+    return tuple(outputs)
