@@ -1,0 +1,85 @@
+"""The table of contents of a checkpoint folder, and its digest."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from longcat_pd.errors import ConfigError
+from longcat_pd.models.checkpoint import checkpoint_digest, open_checkpoint, read_header
+from longcat_pd.models.weights import write_checkpoint
+
+
+def write(path: Path, *, scale: float = 1.0, config: dict[str, object] | None = None, shard_bytes: int = 200) -> Path:
+    tensors = {f"t{i}": torch.arange(32, dtype=torch.float32).reshape(4, 8) * scale + i for i in range(5)}
+    write_checkpoint(path, tensors.items(), config or {"hidden_size": 8}, max_shard_bytes=shard_bytes)
+    return path
+
+
+def test_index_tells_where_a_tensor_is(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write(tmp_path / "c"))
+    assert checkpoint.shards[0] == "model-00001-of-00005.safetensors"
+    assert len(checkpoint.shards) == 5
+    assert checkpoint.shard_of["t4"] == "model-00005-of-00005.safetensors"
+
+
+def test_one_file_needs_no_index(tmp_path: Path) -> None:
+    folder = write(tmp_path / "c", shard_bytes=10_000)
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "model-00001-of-00001.safetensors").rename(folder / "model.safetensors")
+    assert open_checkpoint(folder).shard_of == {f"t{i}": "model.safetensors" for i in range(5)}
+
+
+def test_folder_without_weights(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds neither"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "\xff"])
+def test_damaged_index_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json"):
+        open_checkpoint(tmp_path)
+
+
+def test_index_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../other.safetensors"}}))
+    with pytest.raises(ConfigError, match="not a file name inside the folder"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 40, (20).to_bytes(8, "little") + b"{", (2).to_bytes(8, "little") + b"[]"]
+)
+def test_damaged_header_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.safetensors: damaged"):
+        read_header(tmp_path / "model.safetensors")
+
+
+def test_digest_of_a_copy_is_the_same(tmp_path: Path) -> None:
+    folder = write(tmp_path / "c")
+    shutil.copytree(folder, tmp_path / "elsewhere")
+    assert checkpoint_digest(folder) == checkpoint_digest(tmp_path / "elsewhere")
+    assert len(checkpoint_digest(folder)) == 16
+
+
+def test_digest_sees_config_contents_and_shards(tmp_path: Path) -> None:
+    digests = {
+        checkpoint_digest(write(tmp_path / "a")),
+        checkpoint_digest(write(tmp_path / "b", scale=1.001)),
+        checkpoint_digest(write(tmp_path / "c", config={"hidden_size": 9})),
+        checkpoint_digest(write(tmp_path / "d", shard_bytes=500)),
+    }
+    assert len(digests) == 4
+
+
+def test_digest_names_a_missing_shard(tmp_path: Path) -> None:
+    folder = write(tmp_path / "c")
+    (folder / "model-00002-of-00005.safetensors").unlink()
+    with pytest.raises(ConfigError, match="model-00002-of-00005"):
+        checkpoint_digest(folder)
