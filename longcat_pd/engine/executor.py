@@ -1,0 +1,364 @@
+"""How plans reach ranks and answers come back: the protocol, and rank processes behind ZeroMQ.
+
+Notices every way in which a rank can be gone: its process ended, it fell silent, or a step does not end. Knows plans and
+messages, not what they mean; knows rank processes only as something to start, watch and stop. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from longcat_pd.clock import HEARTBEAT_S, RANK_SILENT_S, Clock
+from longcat_pd.config.schema import EngineConfig, InstanceSpec, RankSpec
+from longcat_pd.engine.plan import (
+    Heartbeat,
+    PlanMessage,
+    RankAccounts,
+    RankMessage,
+    RankReady,
+    StepOutput,
+    StepPlan,
+    Stop,
+)
+from longcat_pd.errors import ConfigError, EngineFault, LongcatError, RankLost
+from longcat_pd.kv_transfer.messages import TransferClosed
+from longcat_pd.log import logger
+from longcat_pd.wire import AsyncSocket, Codec, MalformedRecord, Unsendable
+
+START_LIMIT_S = 1800.0  # loading the largest checkpoint from a slow disk
+STOP_GRACE_S = 5.0
+STATUS_CONFIG = 2  # of a rank process that refuses its configuration or checkpoint
+LAST_WORDS_S = 0.2  # between the end of a rank process and the judgement: its fault may still be on the wire
+
+_PLANS = Codec[PlanMessage](StepPlan, Stop)
+_MESSAGES = Codec[RankMessage](RankReady, Heartbeat, StepOutput, TransferClosed)
+
+OnClosed = Callable[[TransferClosed], None]
+OnFailure = Callable[[LongcatError], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What is known of a rank without asking it."""
+
+    rank: int
+    state: Literal["ok", "silent", "lost"]
+    silent_s: float
+    overdue_step: int | None
+    accounts: RankAccounts
+
+
+class Executor(Protocol):
+    """The ranks of an instance as its driver sees them. Everything happens on the driver's event loop."""
+
+    async def start(self, on_closed: OnClosed, on_failure: OnFailure) -> tuple[RankReady, ...]:
+        """Bring up all ranks; their reports by rank. ``on_failure`` is called at most once, and then nothing more."""
+        ...
+
+    def submit(self, plan: StepPlan) -> asyncio.Future[tuple[StepOutput, ...]]:
+        """Hand a plan to all ranks. The future is always finished: by the answers of all, or by an exception."""
+        ...
+
+    def rank_states(self) -> tuple[RankState, ...]:
+        """By rank; never waits."""
+        ...
+
+    async def close(self) -> None:
+        """End the ranks. Open futures are finished with an exception."""
+        ...
+
+
+class RankProcesses(Protocol):
+    """Rank processes as something to start, watch and stop (``server/launch.py``)."""
+
+    def start(self, on_exit: Callable[[int, int], None]) -> None:
+        """Start all. ``on_exit(rank, status)`` is called on the event loop when one ends."""
+        ...
+
+    def dump_stacks(self) -> None:
+        """Have every living rank write the stacks of its threads to its log."""
+        ...
+
+    async def stop(self, grace_s: float) -> None:
+        """Wait so long for those that were told to end, then end them by force."""
+        ...
+
+
+def rank_specs(instance: InstanceSpec, incarnation: str) -> list[RankSpec]:
+    """What each rank process of an instance on one host is told. Ports: api.md 13."""
+    return [
+        RankSpec(
+            instance=instance,
+            rank=rank,
+            incarnation=incarnation,
+            plan_endpoint=f"tcp://{instance.host}:{instance.http_port + 2}",
+            output_endpoint=f"tcp://{instance.host}:{instance.http_port + 3}",
+            rendezvous_host=instance.host,
+            rendezvous_port=instance.http_port + 4,
+        )
+        for rank in range(instance.parallel.world_size)
+    ]
+
+
+@dataclass
+class _Rank:
+    number: int
+    heard_at: float
+    accounts: RankAccounts
+    ready: RankReady | None = None
+    fault: str | None = None
+    is_routable: bool = False
+    is_silent: bool = False
+    is_lost: bool = False
+
+
+@dataclass
+class _Step:
+    future: asyncio.Future[tuple[StepOutput, ...]]
+    outputs: dict[int, StepOutput] = field(default_factory=dict)
+
+
+def _ignore(_what: object) -> None:
+    """Listener before anybody listens."""
+
+
+class ProcessExecutor:
+    """Ranks in processes of their own. Plans go out on a ROUTER, everything from the ranks comes in on one PULL.
+
+    Args:
+        specs: of all ranks; the first names the endpoints.
+        processes: start and stop them.
+    """
+
+    def __init__(self, specs: list[RankSpec], processes: RankProcesses, *, config: EngineConfig, clock: Clock) -> None:
+        self._specs = specs
+        self._processes = processes
+        self._config = config
+        self._clock = clock
+        self._ranks = [_Rank(s.rank, clock.now(), RankAccounts(rank=s.rank)) for s in specs]
+        self._steps: dict[int, _Step] = {}
+        self._progress_at = 0.0  # when the step in work began, at the latest
+        self._overdue_step: int | None = None
+        self._failure: LongcatError | None = None
+        self._came_up = asyncio.Event()
+        self._on_closed: OnClosed = _ignore
+        self._on_failure: OnFailure = _ignore
+        self._sockets: list[AsyncSocket] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, on_closed: OnClosed, on_failure: OnFailure) -> tuple[RankReady, ...]:
+        """Bind, start the processes, wait for all.
+
+        Raises RankLost, EngineFault, or ConfigError for a taken port or a refused checkpoint.
+        """
+        try:
+            self._sockets.append(AsyncSocket("router", self._specs[0].plan_endpoint, bind=True))
+            self._sockets.append(AsyncSocket("pull", self._specs[0].output_endpoint, bind=True))
+        except OSError as error:
+            self._close_sockets()
+            raise ConfigError(f"cannot listen: {error}") from error
+        self._on_closed, self._on_failure = on_closed, on_failure
+        self._processes.start(lambda rank, status: self._keep(self._last_words(rank, status)))
+        self._keep(self._hear_arrivals(self._sockets[0]))
+        self._keep(self._hear_messages(self._sockets[1]))
+        try:
+            await self._clock.within(START_LIMIT_S, self._came_up.wait())
+        except TimeoutError:
+            missing = [r.number for r in self._ranks if r.ready is None]
+            self._fail(RankLost(f"ranks {missing} were not ready within {START_LIMIT_S:.0f} s"))
+        if self._failure is not None:
+            await self.close()
+            raise self._failure
+        self._keep(self._watch())
+        return tuple(r.ready for r in self._ranks if r.ready is not None)
+
+    def submit(self, plan: StepPlan) -> asyncio.Future[tuple[StepOutput, ...]]:
+        """Send the plan to every rank."""
+        step = _Step(asyncio.get_running_loop().create_future())
+        if self._failure is not None:
+            step.future.set_exception(self._failure)
+            return step.future
+        if not self._steps:
+            self._progress_at = self._clock.now()
+        self._steps[plan.step_id] = step
+        frames = _PLANS.encode(plan)
+        for rank in self._ranks:
+            try:
+                self._sockets[0].send([str(rank.number).encode(), *frames])
+            except Unsendable:  # the end of its process, or its silence, will say why
+                logger().warning("plan_not_sent", rank=rank.number, step_id=plan.step_id)
+        return step.future
+
+    def rank_states(self) -> tuple[RankState, ...]:
+        """By rank; never waits."""
+        now = self._clock.now()
+        return tuple(
+            RankState(
+                r.number,
+                "lost" if r.is_lost else "silent" if r.is_silent else "ok",
+                now - r.heard_at,
+                self._overdue_step,
+                r.accounts,
+            )
+            for r in self._ranks
+        )
+
+    async def close(self) -> None:
+        """Tell the ranks, wait for them, end them; then the sockets."""
+        if self._failure is None:
+            self._failure = EngineFault("the ranks were stopped")
+        self._finish_steps(self._failure)
+        for rank in self._ranks:
+            if rank.is_routable and self._sockets:
+                try:
+                    self._sockets[0].send([str(rank.number).encode(), *_PLANS.encode(Stop())])
+                except Unsendable:
+                    logger().debug("stop_not_sent", rank=rank.number)
+        await self._processes.stop(STOP_GRACE_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        for socket in self._sockets:
+            socket.close()
+        self._sockets = []
+
+    # -- listening -------------------------------------------------------------------------------------------------
+
+    async def _hear_arrivals(self, plans: AsyncSocket) -> None:
+        """The first message of a rank on the plans' socket says that plans can reach it now."""
+        while True:
+            identity = (await plans.recv())[0]
+            for rank in self._ranks:
+                if identity == str(rank.number).encode():
+                    rank.is_routable = True
+            self._see_who_is_up()
+
+    async def _hear_messages(self, messages: AsyncSocket) -> None:
+        while True:
+            frames = await messages.recv()
+            try:
+                message = _MESSAGES.decode(frames)
+            except MalformedRecord as error:
+                self._fail(EngineFault(f"a message of a rank is malformed: {error}"))
+                return
+            if not 0 <= message.rank < len(self._ranks):
+                self._fail(EngineFault(f"a message of rank {message.rank}, which does not exist"))
+                return
+            self._heard(message)
+
+    def _heard(self, message: RankMessage) -> None:
+        rank = self._ranks[message.rank]
+        rank.heard_at = self._clock.now()
+        if isinstance(message, TransferClosed):
+            self._on_closed(message)
+        elif isinstance(message, StepOutput):
+            rank.accounts = message.accounts or rank.accounts
+            self._answered(message)
+        else:
+            rank.accounts = message.accounts
+            if isinstance(message, RankReady):
+                rank.ready = message
+                self._see_who_is_up()
+
+    def _answered(self, output: StepOutput) -> None:
+        if output.fault is not None:
+            logger().error("rank_fault", rank=output.rank, step_id=output.step_id, fault=output.fault)
+            self._ranks[output.rank].fault = output.fault
+            if self._came_up.is_set():  # else its exit status says what kind of fault it is
+                self._fail(EngineFault(f"rank {output.rank} failed in step {output.step_id}"))
+            return
+        step = self._steps.get(output.step_id)
+        if step is None or output.rank in step.outputs:
+            self._fail(EngineFault(f"rank {output.rank} answered step {output.step_id}, which is not open"))
+            return
+        step.outputs[output.rank] = output
+        if len(step.outputs) == len(self._ranks):
+            del self._steps[output.step_id]
+            self._progress_at = self._clock.now()
+            step.future.set_result(tuple(step.outputs[r] for r in sorted(step.outputs)))
+
+    def _see_who_is_up(self) -> None:
+        if all(r.ready is not None and r.is_routable for r in self._ranks):
+            self._came_up.set()
+
+    # -- watching --------------------------------------------------------------------------------------------------
+
+    async def _last_words(self, rank: int, status: int) -> None:
+        await self._clock.sleep(LAST_WORDS_S)
+        self._ranks[rank].is_lost = True
+        fault = self._ranks[rank].fault
+        if status == STATUS_CONFIG and fault is not None:
+            self._fail(ConfigError(fault))
+        self._fail(RankLost(f"rank {rank} ended with status {status}"))
+
+    async def _watch(self) -> None:
+        """Judge silence and overdue steps once for each heartbeat."""
+        before = self._clock.now()
+        for rank in self._ranks:
+            rank.heard_at = before
+        while True:
+            await self._clock.sleep(HEARTBEAT_S)
+            now = self._clock.now()
+            stood_still = now - before - HEARTBEAT_S
+            before = now
+            if stood_still > HEARTBEAT_S:  # it was this process that slept; what the ranks sent meanwhile is unread
+                for rank in self._ranks:
+                    rank.heard_at += stood_still
+                self._progress_at += stood_still
+                continue
+            for rank in self._ranks:
+                self._judge_silence(rank, now - rank.heard_at)
+            self._judge_step(now)
+
+    def _judge_silence(self, rank: _Rank, silent_s: float) -> None:
+        was_silent, rank.is_silent = rank.is_silent, silent_s > RANK_SILENT_S
+        if rank.is_silent and not was_silent:
+            logger().warning("rank_silent", rank=rank.number, seconds=silent_s)
+        if silent_s > RANK_SILENT_S + self._config.rank_lost_s:
+            rank.is_lost = True
+            self._fail(RankLost(f"rank {rank.number} has been silent for {silent_s:.0f} s"))
+
+    def _judge_step(self, now: float) -> None:
+        took = now - self._progress_at
+        was_overdue = self._overdue_step
+        self._overdue_step = min(self._steps) if self._steps and took > self._config.step_timeout_s else None
+        if self._overdue_step is None:
+            return
+        missing = [r.number for r in self._ranks if r.number not in self._steps[self._overdue_step].outputs]
+        if was_overdue is None:
+            logger().warning("step_overdue", step_id=self._overdue_step, seconds=took, rank=missing)
+        if took > self._config.step_timeout_s + self._config.rank_lost_s:
+            self._fail(RankLost(f"step {self._overdue_step} has taken {took:.0f} s; no answer of ranks {missing}"))
+
+    def _fail(self, error: LongcatError) -> None:
+        if self._failure is not None:
+            return
+        self._failure = error
+        logger().error("rank_lost" if isinstance(error, RankLost) else "engine_fault", reason=error.message)
+        self._processes.dump_stacks()
+        self._finish_steps(error)
+        self._came_up.set()
+        self._on_failure(error)
+
+    def _finish_steps(self, error: LongcatError) -> None:
+        steps, self._steps = self._steps, {}
+        for step in steps.values():
+            step.future.set_exception(error)
+
+    def _keep(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger().error("executor_fault", exc_info=error)
+            self._fail(EngineFault("the driver's side of the ranks failed"))

@@ -1,0 +1,43 @@
+"""One rank in the driver's own process, for offline work: no processes, no sockets, one compute thread.
+
+The only part of a driver that imports torch, so it is imported by ``infer`` alone. Knows plans, not what they mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from longcat_pd.config.schema import RankSpec
+from longcat_pd.engine.executor import OnClosed, OnFailure, RankState
+from longcat_pd.engine.plan import RankReady, StepOutput, StepPlan
+from longcat_pd.engine.runner import ModelRunner
+from longcat_pd.parallel.mesh import Mesh
+
+
+class InlineExecutor:
+    """Executes plans in order on one thread, so that the event loop stays free."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        assert spec.instance.parallel.world_size == 1, "an inline executor is one rank"
+        self._runner = ModelRunner(spec, Mesh.single())
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank")
+
+    async def start(self, on_closed: OnClosed, on_failure: OnFailure) -> tuple[RankReady, ...]:
+        """The rank is ready since it was made; nothing here can be lost, and there are no transfers."""
+        return (self._runner.ready(),)
+
+    def submit(self, plan: StepPlan) -> asyncio.Future[tuple[StepOutput, ...]]:
+        """Queue the plan behind those before it."""
+        return asyncio.wrap_future(self._thread.submit(self._execute, plan))
+
+    def rank_states(self) -> tuple[RankState, ...]:
+        """Always well."""
+        return (RankState(0, "ok", 0.0, None, self._runner.accounts()),)
+
+    async def close(self) -> None:
+        """Finish the step in work."""
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
+
+    def _execute(self, plan: StepPlan) -> tuple[StepOutput, ...]:
+        return (self._runner.execute(plan),)
