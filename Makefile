@@ -1,0 +1,33 @@
+# check: format, lint, types, floors · test: everything that is not slow · parity, fault: all of their folder · bench: docs/benchmarks.md
+VENV ?= .venv
+PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/dev-installed
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q
+
+.PHONY: check test parity fault bench clean
+
+$(STAMP): pyproject.toml
+	test -x $(PYTHON) || python3 -m venv $(VENV)
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check -e '.[cpu,dev]'
+	touch $@
+
+check: $(STAMP)
+	$(PYTHON) -m ruff format --check longcat_pd tests
+	$(PYTHON) -m ruff check longcat_pd tests
+	$(PYTHON) -m mypy
+	$(PYTEST) tests/unit/test_floors.py
+
+test: $(STAMP)
+	$(PYTEST) -m 'not slow' tests
+
+parity: $(STAMP)
+	$(PYTEST) tests/parity
+
+fault: $(STAMP)
+	$(PYTEST) tests/fault
+
+bench: $(STAMP)
+	OMP_NUM_THREADS=1 $(PYTHON) -m longcat_pd.bench --write docs/benchmarks.md
+
+clean:
+	rm -rf .mypy_cache .ruff_cache .pytest_cache build dist

@@ -1,0 +1,47 @@
+"""The ``longcat-pd`` command: a table from command to the module that has its ``main``, loaded when chosen.
+
+A command that needs no torch starts without it. Knows nothing of what the commands take.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """Where a command lives: ``function(arguments) -> exit status`` in ``module``."""
+
+    module: str
+    function: str
+    help: str
+
+
+COMMANDS: Mapping[str, Command] = MappingProxyType(
+    {
+        "infer": Command("longcat_pd.standalone", "infer", "answer a file of request bodies, one JSON object a line"),
+        "serve": Command("longcat_pd.standalone", "serve", "serve one engine over HTTP, without a balancer"),
+    }
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Hand the arguments behind the command to it. Exit status 2 for a command that does not exist."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        sys.stdout.write(_usage())
+        return 0 if given else 2
+    command = COMMANDS.get(given[0])
+    if command is None:
+        sys.stderr.write(f"error: {given[0]!r} is not a command\n{_usage()}")
+        return 2
+    run = vars(importlib.import_module(command.module))[command.function]
+    return int(run(given[1:]))
+
+
+def _usage() -> str:
+    rows = "".join(f"  {name:<8} {command.help}\n" for name, command in COMMANDS.items())
+    return f"usage: longcat-pd COMMAND [arguments]\n\n{rows}\nlongcat-pd COMMAND --help says what a command takes.\n"

@@ -1,0 +1,141 @@
+"""Processes that this product began: started, recognised later, waited for and ended, by identity and never by name.
+
+A process is its id and its start time, since ids are used again; each leads a session of its own, so that whatever it
+started can be found after its death. Knows nothing of roles or configuration. Linux: /proc and process descriptors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """One process that ``Children`` started. ``started``: clock ticks after boot. ``ready_url`` is asked by status."""
+
+    name: str
+    pid: int
+    started: int
+    log: str
+    ready_url: str
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether this very process runs; one that has ended and was not yet reaped does not."""
+        found = _look(self.pid)
+        return found is not None and found.started == self.started and found.state not in "ZX"
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What /proc says of a process."""
+
+    pid: int
+    state: str
+    session: int
+    started: int
+
+
+class Children:
+    """The processes that this one started, so that their exit statuses can be told. They outlive it."""
+
+    def __init__(self) -> None:
+        self._handles: dict[Process, subprocess.Popen[bytes]] = {}
+
+    def launch(self, name: str, command: Sequence[str], *, log: Path, ready_url: str) -> Process:
+        """Start a command in a session of its own, all output into a new file ``log``."""
+        with log.open("wb") as output:
+            handle = subprocess.Popen(
+                list(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        found = _look(handle.pid)
+        assert found is not None, "a child that was not waited for is in /proc, dead or alive"
+        process = Process(name=name, pid=handle.pid, started=found.started, log=str(log), ready_url=ready_url)
+        self._handles[process] = handle
+        return process
+
+    def exit_status(self, process: Process) -> int | None:
+        """Exit status as a shell shows it (128 + n after signal n); None while it runs."""
+        code = self._handles[process].poll()
+        return 128 - code if code is not None and code < 0 else code
+
+
+def wait_for_end(processes: Sequence[Process], *, timeout_s: float, all_of_them: bool) -> bool:
+    """Wait until one, or all, of the processes have ended. False: time is over. No process: True at once."""
+    deadline = time.monotonic() + timeout_s
+    with contextlib.ExitStack() as stack:
+        waiting = {fd for process in processes if (fd := _descriptor(process, stack)) is not None}
+        if len(waiting) < len(processes) and not all_of_them:
+            return True
+        poller = select.poll()
+        for fd in waiting:
+            poller.register(fd, select.POLLIN)
+        while waiting:
+            ended = poller.poll(max(deadline - time.monotonic(), 0.0) * 1000)
+            if not ended:
+                return False
+            for fd, _ in ended:
+                poller.unregister(fd)
+                waiting.discard(fd)
+            if not all_of_them:
+                return True
+    return True
+
+
+def send(process: Process, number: signal.Signals) -> None:
+    """Signal exactly this process; nothing happens if it has ended."""
+    with contextlib.ExitStack() as stack:
+        fd = _descriptor(process, stack)
+        if fd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, number)
+
+
+def kill_sessions(processes: Sequence[Process]) -> list[int]:
+    """Kill what is left of the sessions that these processes lead or led, and wait until it is gone. Returns the ids."""
+    killed: list[int] = []
+    while members := list(_members(processes)):
+        for member in members:
+            send(member, signal.SIGKILL)
+        killed += [member.pid for member in members if member.pid not in killed]
+        wait_for_end(members, timeout_s=5.0, all_of_them=True)
+    return killed
+
+
+def _members(processes: Sequence[Process]) -> Iterator[Process]:
+    """Live processes in the sessions of ``processes``. A session whose leader's id was given to another is not ours."""
+    leaders = {process.pid: process for process in processes}
+    foreign = {pid for pid, ours in leaders.items() if (now := _look(pid)) is not None and now.started != ours.started}
+    for entry in Path("/proc").iterdir():
+        found = _look(int(entry.name)) if entry.name.isdigit() else None
+        if found is None or found.state in "ZX" or found.session not in leaders or found.session in foreign:
+            continue
+        leader = leaders[found.session]
+        yield Process(name=leader.name, pid=found.pid, started=found.started, log=leader.log, ready_url=leader.ready_url)
+
+
+def _descriptor(process: Process, stack: contextlib.ExitStack) -> int | None:
+    """A descriptor of the process, closed by ``stack``; None if it has ended."""
+    try:
+        fd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return None
+    stack.callback(os.close, fd)
+    return fd if process.is_alive else None
+
+
+def _look(pid: int) -> _Look | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text[text.rindex(")") + 2 :].split()
+    return _Look(pid=pid, state=fields[0], session=int(fields[3]), started=int(fields[19]))

@@ -1,0 +1,78 @@
+"""The run folder of a cluster: who was started, from which file, under which ports; and one verb at a time.
+
+``<root>/.run/<name of the YAML>/``: ``state.json``, ``lock`` and the logs. Starts and ends nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from longcat_pd.cluster.processes import Process
+from longcat_pd.config.checks import PortUse
+from longcat_pd.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What ``start`` began. ``drain_s``: how long the services may take to end by themselves."""
+
+    config: str
+    url: str
+    drain_s: float
+    ports: tuple[PortUse, ...]
+    processes: tuple[Process, ...]
+
+    @property
+    def alive(self) -> list[Process]:
+        """The processes that still run."""
+        return [process for process in self.processes if process.is_alive]
+
+
+class RunFolder:
+    """The folder of one cluster, made on first use."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path / "state.json"
+
+    @contextmanager
+    def one_at_a_time(self) -> Iterator[None]:
+        """Keep other verbs that change something out. Raises ConfigError at once if one is at work."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(f"another start or stop is at work in {self.path}") from error
+            yield
+
+    def read(self) -> State | None:
+        """What was recorded; None: nothing is running."""
+        if not self._file.is_file():
+            return None
+        data = json.loads(self._file.read_text(encoding="utf-8"))
+        ports = tuple(PortUse(*use) for use in data.pop("ports"))
+        processes = tuple(Process(**process) for process in data.pop("processes"))
+        return State(**data, ports=ports, processes=processes)
+
+    def write(self, state: State) -> None:
+        """Record it, whole or not at all."""
+        new = self._file.with_suffix(".new")
+        new.write_text(json.dumps(dataclasses.asdict(state), indent=1), encoding="utf-8")
+        new.replace(self._file)
+
+    def clear(self) -> None:
+        """Nothing is running any more."""
+        self._file.unlink(missing_ok=True)
+
+
+def last_lines(log: str | Path, count: int) -> Sequence[str]:
+    """The end of a log; nothing if there is none."""
+    path = Path(log)
+    return path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:] if path.is_file() else []

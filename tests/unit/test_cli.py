@@ -1,0 +1,42 @@
+"""The table of commands: the right function gets the rest of the line, and nothing is loaded before it is chosen."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Sequence
+
+import pytest
+
+from longcat_pd import cli
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    seen: list[list[str]] = []
+
+    def entry(arguments: Sequence[str]) -> int:
+        seen.append(list(arguments))
+        return 7
+
+    module = types.ModuleType("longcat_pd_stand_in")
+    module.__dict__["entry"] = entry
+    monkeypatch.setitem(sys.modules, "longcat_pd_stand_in", module)
+    table = {"go": cli.Command("longcat_pd_stand_in", "entry", "goes"), "no": cli.Command("longcat_pd_missing", "x", "y")}
+    monkeypatch.setattr(cli, "COMMANDS", table)
+    return seen
+
+
+def test_the_rest_of_the_line_goes_to_the_command_and_its_status_comes_back(calls: list[list[str]]) -> None:
+    assert cli.main(["go", "--model", "DIR", "go"]) == 7
+    assert calls == [["--model", "DIR", "go"]]
+
+
+@pytest.mark.parametrize(("given", "status"), [([], 2), (["--help"], 0), (["fly"], 2)])
+def test_what_is_no_command_shows_the_table(
+    calls: list[list[str]], capsys: pytest.CaptureFixture[str], given: list[str], status: int
+) -> None:
+    assert cli.main(given) == status
+    shown = capsys.readouterr()
+    assert "goes" in shown.out + shown.err
+    assert calls == []
