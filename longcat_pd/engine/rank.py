@@ -55,8 +55,8 @@ class _Steps:
         self.step_id = 0  # of the plan in work, for the report of a fault
 
     def run(self, make_lanes: MakeLanes) -> None:
-        # connected before the weights are read, so that the driver knows this rank's name when it hears that it is ready
         plans = wire.BlockingSocket("dealer", self._spec.plan_endpoint, bind=False, identity=str(self._spec.rank).encode())
+        plans.send([b""])  # what it says is that plans can reach this rank from now on
         mesh = Mesh.join(self._spec)
         loaded = load_rank_model(self._spec, mesh)
         push, arrival = make_lanes(self._spec, loaded.cache, self._outbox.put)

@@ -51,7 +51,7 @@ def keyed_uniform(rules: Sequence[SlotSampling], positions: Sequence[int]) -> np
     seeds = np.array([rule.seed for rule in rules], dtype=np.int64).view(np.uint64)
     state = _mixed(seeds)
     for part in (np.array([rule.choice for rule in rules], dtype=np.uint64), np.array(positions, dtype=np.uint64)):
-        state = _mixed(state ^ _mixed(part))
+        state = _mixed(state ^ part)
     return np.asarray((state >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
