@@ -64,7 +64,6 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
         kv_access=mesh.cache_shard.access,
         dtype=dtype,
         device=device,
-        max_positions=instance.engine.max_model_len,
     )
     model = CausalLM(context)
     weight_bytes = load_weights(model.weight_specs(), Path(instance.model.path), config=config)

@@ -1,0 +1,181 @@
+"""Ops: the table of operators that a device fills in, with the signature and meaning that every device keeps.
+
+An operator is a function of tensors and plain numbers. It returns tensors, or writes into the cache tensor that is its
+explicit argument and nowhere else. Knows no model, no request and no other rank.
+
+Letters: T rows; B sequences with Q rows each (T = B Q); H heads; C latent and R rope width; I index heads; D index head
+width; N blocks of ``block_size`` tokens in a cache; M columns of a block table; S = M * block_size *visible keys*; K picked
+keys. Visible key ``k`` of a sequence is token ``k % block_size`` of the block in column ``k // block_size``; its position
+is ``block_starts[k // block_size] + k % block_size``. Columns that hold nothing start above every position.
+"""
+
+# ruff: noqa: D102  (each operator is a class with one call, and the class says what it means)
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+class RmsNorm(Protocol):
+    """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension, statistics in fp32, result in the type of ``x``."""
+
+    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+
+class AddRmsNorm(Protocol):
+    """``(x + delta, rms_norm(x + delta))``."""
+
+    def __call__(self, x: Tensor, delta: Tensor, *, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+
+
+class LayerNorm(Protocol):
+    """Mean and variance normalisation over the last dimension with weight and bias, statistics in fp32."""
+
+    def __call__(self, x: Tensor, weight: Tensor, *, bias: Tensor, eps: float) -> Tensor: ...
+
+
+class Swiglu(Protocol):
+    """``silu(x[..., :n]) * x[..., n:]`` for ``x`` of width 2 n."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class Rope(Protocol):
+    """Turns pairs of the last dimension of ``x`` [T, R] or [T, H, R] by ``rotation`` [T, R / 2, 2] (cos, sin; fp32).
+
+    Pairs are (2 i, 2 i + 1) if ``is_interleaved``, else (i, i + R / 2); they stay where they are. Computed in fp32.
+    """
+
+    def __call__(self, x: Tensor, rotation: Tensor, *, is_interleaved: bool) -> Tensor: ...
+
+
+class Store(Protocol):
+    """Writes ``values`` [T, width] to the slots (block * block_size + offset) [T] of ``cache`` [N, block_size, width]."""
+
+    def __call__(self, cache: Tensor, slots: Tensor, values: Tensor) -> None: ...
+
+
+class IndexScores(Protocol):
+    """``scores[b, q, s] = sum_i weights[b, q, i] * max(0, <index_q[b, q, i], key s>)`` in fp32, for all visible keys.
+
+    ``index_q`` [B, Q, I, D], ``weights`` [B, Q, I] fp32, ``cache`` [N, block_size, D], ``block_tables`` [B, M]
+    -> [B, Q, S]. Scores of columns that hold nothing are arbitrary.
+    """
+
+    def __call__(self, index_q: Tensor, weights: Tensor, *, cache: Tensor, block_tables: Tensor) -> Tensor: ...
+
+
+class SelectPositions(Protocol):
+    """The ``budget`` best of the keys with ``low <= position < high``; equal scores go to the smaller position.
+
+    ``scores`` [T, S] fp32, ``positions`` [T, S] below 2^31, ``high`` [T] -> (scores, positions), both [T, budget], in no
+    defined order; where fewer keys are eligible the rest is (-inf, -1).
+    """
+
+    def __call__(
+        self, scores: Tensor, positions: Tensor, *, low: int, high: Tensor, budget: int
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class PagedAttention(Protocol):
+    """Attention of latent queries to all visible keys up to each row's own position.
+
+    ``q`` [B, Q, H, C + R], ``positions`` [B, Q], ``latent`` [N, block_size, C], ``rope`` [N, block_size, R],
+    ``block_tables`` and ``block_starts`` [B, M] -> the weighted sum of latents [B, Q, H, C] and the log-sum-exp of the
+    scaled scores [B, Q, H], both fp32. A row that sees no key gives 0 and -inf.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        positions: Tensor,
+        *,
+        latent: Tensor,
+        rope: Tensor,
+        block_tables: Tensor,
+        block_starts: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class SparseAttention(Protocol):
+    """Like PagedAttention over the picked visible keys only: ``keys`` [B, Q, K], distinct, -1 for none."""
+
+    def __call__(
+        self, q: Tensor, keys: Tensor, *, latent: Tensor, rope: Tensor, block_tables: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class MergePartials(Protocol):
+    """One attention from partial ones over disjoint keys: ``outs`` [P, T, H, C] and ``lses`` [P, T, H] -> [T, H, C], fp32.
+
+    Parts with log-sum-exp -inf weigh nothing; a row without any key gives 0.
+    """
+
+    def __call__(self, outs: Tensor, lses: Tensor) -> Tensor: ...
+
+
+class RouteTopk(Protocol):
+    """The experts of every row: top-k of softmax(``logits``) + ``bias``, weighted by the softmax without the bias.
+
+    ``logits`` [T, E] fp32, ``bias`` [E] fp32 -> expert ids [T, topk] and weights [T, topk] fp32, times ``factor``,
+    renormalised to sum 1 before that if ``is_normalized``.
+    """
+
+    def __call__(
+        self, logits: Tensor, bias: Tensor, *, topk: int, factor: float, is_normalized: bool
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class GroupedExperts(Protocol):
+    """``sum_k weights[t, k] * expert(x[t])`` over the chosen experts below E; higher ids contribute nothing.
+
+    ``x`` [T, hidden], ``expert_ids`` and ``weights`` [T, topk], ``gate_up`` [E, 2 f, hidden], ``down`` [E, hidden, f]
+    -> [T, hidden] fp32.
+    """
+
+    def __call__(self, x: Tensor, expert_ids: Tensor, *, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor: ...
+
+
+class NgramIds(Protocol):
+    """Row numbers of the n-gram tables, [T, tables].
+
+    ``windows`` [T, N]: the row's own token, the one before it, ...; -1 before the start. The look-back ends before an EOS
+    (``eos`` [n]) other than the row's own token, before an ignored id (``ignored`` [n, 2], half-open ranges; the own token
+    counts too) and at -1. ``powers`` [tables, N] and ``moduli`` [tables]; everything int64.
+    """
+
+    def __call__(self, windows: Tensor, *, powers: Tensor, moduli: Tensor, eos: Tensor, ignored: Tensor) -> Tensor: ...
+
+
+class Overlap(Protocol):
+    """Results of two functions that do not depend on each other; a device may run ``side`` beside ``main``."""
+
+    def __call__(self, side: Callable[[], A], main: Callable[[], B]) -> tuple[A, B]: ...
+
+
+@dataclass(frozen=True)
+class Ops:
+    """One function per operator. A backend is the reference table with entries replaced."""
+
+    rms_norm: RmsNorm
+    add_rms_norm: AddRmsNorm
+    layer_norm: LayerNorm
+    swiglu: Swiglu
+    rope: Rope
+    store: Store
+    index_scores: IndexScores
+    select_positions: SelectPositions
+    paged_attention: PagedAttention
+    sparse_attention: SparseAttention
+    merge_partials: MergePartials
+    route_topk: RouteTopk
+    grouped_experts: GroupedExperts
+    ngram_ids: NgramIds
+    overlap: Overlap

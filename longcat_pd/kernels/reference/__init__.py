@@ -1,0 +1,27 @@
+"""The complete table of operators in plain torch: the definition that every backend is measured against."""
+
+from __future__ import annotations
+
+from longcat_pd.kernels.ops import Ops
+from longcat_pd.kernels.reference import attention, indexer, moe, ngram, norm
+
+
+def table() -> Ops:
+    """Every operator, on any device that torch has."""
+    return Ops(
+        rms_norm=norm.rms_norm,
+        add_rms_norm=norm.add_rms_norm,
+        layer_norm=norm.layer_norm,
+        swiglu=norm.swiglu,
+        rope=norm.rope,
+        store=attention.store,
+        index_scores=indexer.index_scores,
+        select_positions=indexer.select_positions,
+        paged_attention=attention.paged_attention,
+        sparse_attention=attention.sparse_attention,
+        merge_partials=attention.merge_partials,
+        route_topk=moe.route_topk,
+        grouped_experts=moe.grouped_experts,
+        ngram_ids=ngram.ngram_ids,
+        overlap=moe.overlap,
+    )

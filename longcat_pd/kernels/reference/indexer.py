@@ -1,0 +1,31 @@
+"""Scores of the lightning indexer and the choice of the best keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def index_scores(index_q: Tensor, weights: Tensor, *, cache: Tensor, block_tables: Tensor) -> Tensor:
+    """See ``ops.IndexScores``. In fp32 throughout: rounding to 16 bits would make ties of what differs."""
+    batch, rows, heads, width = index_q.shape
+    keys = cache[block_tables].view(batch, -1, width).float()
+    dots = torch.bmm(index_q.reshape(batch, rows * heads, width).float(), keys.transpose(1, 2)).relu_()
+    scores = torch.bmm(weights.reshape(batch * rows, 1, heads), dots.view(batch * rows, heads, -1))
+    return scores.view(batch, rows, -1)
+
+
+def select_positions(scores: Tensor, positions: Tensor, *, low: int, high: Tensor, budget: int) -> tuple[Tensor, Tensor]:
+    """See ``ops.SelectPositions``. Scores and positions become one integer each, so that no two are equal."""
+    is_eligible = (positions >= low) & (positions < high.unsqueeze(-1))
+    scores = (scores + 0.0).masked_fill(~is_eligible, -torch.inf)  # + 0.0: -0 and 0 are the same score
+    missing = budget - scores.shape[-1]
+    if missing > 0:
+        scores = functional.pad(scores, (0, missing), value=-torch.inf)
+        positions = functional.pad(positions, (0, missing), value=-1)
+    bits = scores.view(torch.int32).long()
+    ascending = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # floats sort like sign and magnitude
+    picked = torch.topk((ascending << 32) - positions, budget, dim=-1, sorted=False).indices
+    best = scores.gather(-1, picked)
+    return best, positions.gather(-1, picked).masked_fill(best == -torch.inf, -1)

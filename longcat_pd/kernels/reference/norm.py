@@ -1,0 +1,45 @@
+"""Operators on single rows: norms, activation, rotation. Each is one row's own business, so batches cannot matter."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See ``ops.RmsNorm``."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, *, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See ``ops.AddRmsNorm``."""
+    total = x + delta
+    return total, rms_norm(total, weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, *, bias: Tensor, eps: float) -> Tensor:
+    """See ``ops.LayerNorm``."""
+    return functional.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """See ``ops.Swiglu``."""
+    gate, up = x.chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+def rope(x: Tensor, rotation: Tensor, *, is_interleaved: bool) -> Tensor:
+    """See ``ops.Rope``. A pair is a complex number, and turning it a multiplication."""
+    turn = torch.view_as_complex(rotation)
+    if x.dim() == 3:
+        turn = turn.unsqueeze(1)
+    half, lead = x.shape[-1] // 2, x.shape[:-1]
+    wide = x.float()
+    pairs = wide.reshape(*lead, half, 2) if is_interleaved else wide.reshape(*lead, 2, half).transpose(-1, -2)
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+    if not is_interleaved:
+        turned = turned.transpose(-1, -2)
+    return turned.flatten(-2).to(x.dtype)

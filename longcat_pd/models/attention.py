@@ -1,0 +1,118 @@
+"""Multi-head latent attention in absorbed form: queries meet the cached latents themselves, never expanded keys.
+
+Owns the projections of this rank's heads and the cache entries of its rows. Which keys a row sees, and what other ranks
+contribute, is ``kv_access.py``'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from longcat_pd.models.batch import ForwardInputs
+from longcat_pd.models.context import ModelContext
+from longcat_pd.models.indexer import Indexer
+from longcat_pd.models.kv_access import KVAccess
+from longcat_pd.models.linear import Linear, Piece, RmsNorm, RowLinear, copy_into, empty_parameter, share_of
+from longcat_pd.models.weight_spec import WeightSpec
+
+
+class Attention(nn.Module):
+    """Attention sub-layer number ``attention`` (2 * layer + place), with its indexer if it owns one."""
+
+    def __init__(self, context: ModelContext, attention: int, *, name: str, kv_access: KVAccess) -> None:
+        super().__init__()
+        config, group = context.config, context.mesh.axis("attn_tp")
+        self._config = config
+        self._ops = context.ops
+        self._attention = attention
+        self._kv_access = kv_access
+        self._latents = context.cache.tensor(f"latent.{attention}")
+        self._rope_keys = context.cache.tensor(f"rope.{attention}")
+        heads = share_of(config.num_attention_heads, group)
+        self._num_heads = heads.stop - heads.start
+        hidden, q_rank, kv_rank = config.hidden_size, config.q_lora_rank, config.kv_lora_rank
+        kv_rows = kv_rank + config.qk_rope_head_dim
+        own_q = slice(heads.start * config.qk_head_dim, heads.stop * config.qk_head_dim) if group.size > 1 else None
+        self.down = Linear(context, hidden, Piece(f"{name}.q_a_proj", q_rank), Piece(f"{name}.kv_a_proj_with_mqa", kv_rows))
+        self.q_norm = RmsNorm(context, f"{name}.q_a_layernorm", width=q_rank, eps=config.lora_norm_eps)
+        self.kv_norm = RmsNorm(context, f"{name}.kv_a_layernorm", width=kv_rank, eps=config.lora_norm_eps)
+        self.q_up = Linear(
+            context, q_rank, Piece(f"{name}.q_b_proj", config.num_attention_heads * config.qk_head_dim, own_q)
+        )
+        self.kv_up = _HeadMaps(context, f"{name}.kv_b_proj", heads=heads)
+        o_shape = (hidden, config.num_attention_heads * config.v_head_dim)
+        self.o_proj = RowLinear(context, f"{name}.o_proj", shape=o_shape, group=group)
+        self.indexer = (
+            Indexer(context, attention, name=f"{name}.indexer", kv_access=kv_access)
+            if config.owns_index(attention)
+            else None
+        )
+
+    def forward(
+        self, x: Tensor, rotation: Tensor, *, inputs: ForwardInputs, keys: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """[T, hidden] -> [T, hidden], and the keys that the rows attended to.
+
+        ``keys`` is the selection of the attention before, used where this one owns no indexer; None: all visible keys.
+        """
+        q_lora, latent, rope_key = self.down(x).split(
+            (self._config.q_lora_rank, self._config.kv_lora_rank, self._config.qk_rope_head_dim), -1
+        )
+        q_lora = self.q_norm(q_lora)
+        self._ops.store(self._latents, inputs.slot_mapping, self.kv_norm(latent) * self._config.kv_lora_scale)
+        self._ops.store(self._rope_keys, inputs.slot_mapping, self._ops.rope(rope_key, rotation, is_interleaved=True))
+        if self.indexer is not None:
+            keys = self.indexer(x, q_lora, rotation=rotation, inputs=inputs)
+        q = self._queries(q_lora, rotation)
+        latents = self._kv_access.attend(self._attention, q, keys=keys, inputs=inputs)
+        return self.o_proj(self.kv_up.values(latents.to(x.dtype))), keys
+
+    def weight_specs(self) -> Iterator[WeightSpec]:
+        """All projections, norms and the indexer."""
+        for module in (self.down, self.q_norm, self.kv_norm, self.q_up, self.kv_up, self.o_proj):
+            yield from module.weight_specs()
+        if self.indexer is not None:
+            yield from self.indexer.weight_specs()
+
+    def _queries(self, q_lora: Tensor, rotation: Tensor) -> Tensor:
+        """[T, own heads, C + R]. The factor sqrt(H / q_lora_rank) is part of the softmax scale."""
+        heads = self.q_up(q_lora).view(len(q_lora), self._num_heads, self._config.qk_head_dim)
+        nope, rope = heads.split((self._config.qk_nope_head_dim, self._config.qk_rope_head_dim), -1)
+        return torch.cat((self.kv_up.absorb(nope), self._ops.rope(rope, rotation, is_interleaved=True)), -1)
+
+
+class _HeadMaps(nn.Module):
+    """The two halves of every own head of ``kv_b_proj``: latent to key (nope part) and latent to value."""
+
+    def __init__(self, context: ModelContext, name: str, *, heads: slice) -> None:
+        super().__init__()
+        config = context.config
+        self._name = name
+        self._heads = heads
+        self._all_heads = config.num_attention_heads
+        num_heads = heads.stop - heads.start
+        self.key = empty_parameter(context, num_heads, config.qk_nope_head_dim, config.kv_lora_rank)
+        self.value = empty_parameter(context, num_heads, config.v_head_dim, config.kv_lora_rank)
+
+    def absorb(self, nope: Tensor) -> Tensor:
+        """Queries [T, h, nope] as queries for latents [T, h, C]."""
+        return torch.bmm(nope.transpose(0, 1), self.key).transpose(0, 1)
+
+    def values(self, latents: Tensor) -> Tensor:
+        """Weighted latents [T, h, C] as values of all heads side by side, [T, h * v]."""
+        return torch.bmm(latents.transpose(0, 1), self.value.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+    def weight_specs(self) -> Iterator[WeightSpec]:
+        """``kv_b_proj``, the rows of own heads."""
+        rows_each, width = self.key.shape[1] + self.value.shape[1], self.key.shape[2]
+
+        def store(rows: Tensor) -> None:
+            by_head = rows.view(-1, rows_each, width)
+            copy_into(self.key)(by_head[:, : self.key.shape[1]])
+            copy_into(self.value)(by_head[:, self.key.shape[1] :])
+
+        region = (slice(self._heads.start * rows_each, self._heads.stop * rows_each), slice(0, width))
+        yield WeightSpec(f"{self._name}.weight", (self._all_heads * rows_each, width), store, region)

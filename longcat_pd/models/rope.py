@@ -1,0 +1,26 @@
+"""Rotary positions: the angles of a batch. How pairs are turned is an operator; which frequencies, the configuration."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longcat_pd.models.context import ModelContext
+
+
+class RotaryPositions:
+    """Turns positions into rotations, once a step for all layers.
+
+    Computed where they are needed and not read from a table: a table for a million positions takes a quarter of a GiB on
+    every rank and ends somewhere. Angles are fp64, because a large position times a frequency loses the fraction in fp32.
+    """
+
+    def __init__(self, context: ModelContext) -> None:
+        config = context.config
+        self._frequencies = torch.tensor(config.rope_frequencies, dtype=torch.float64, device=context.device)
+        self._magnitude = config.rope_magnitude
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """[T] -> [T, R / 2, 2]: cos and sin of every pair, times YaRN's magnitude; fp32."""
+        angles = positions.double().unsqueeze(-1) * self._frequencies
+        return (torch.stack((angles.cos(), angles.sin()), -1) * self._magnitude).float()
