@@ -121,6 +121,7 @@ class Push:
     kvp_size: int
     first_rank: int
     blocks: bytes
+    split_start: int = 0  # of the decode side's split
     generation: int
 
 
@@ -138,6 +139,7 @@ class Arrival:
     prompt_len: int
     blocks: bytes  # as in Push; covers the whole reservation of the sequence
     split_start: int
+    source_split_start: int = 0  # of BlockSplit(source_cp_size)
     generation: int
 
 

@@ -1,0 +1,206 @@
+"""Lanes over torch.distributed: a two-rank gloo process group for each pair of ranks, apart from every other group.
+
+Owns the meeting of the two ends: a TCPStore that the decode instance's rank 0 serves. A source takes the next number of
+the target rank's calls and writes who it is; the target waits for the numbers in order. Both ends then make the group under
+a name that holds both incarnations and the number, so every new lane between the same two ranks has a new name.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore, Work  # type: ignore[attr-defined]
+
+from longcat_pd.kv_transfer.transport import LaneClosed, LaneEnd, LaneTimeout
+from longcat_pd.wire import MalformedRecord, from_json, to_json
+
+_SOURCE, _TARGET = 0, 1
+_DATA_TAG, _CLOSING_TAG = 0, 1
+_FOREVER = timedelta(days=365)
+_CLOSING = timedelta(milliseconds=1)
+_GOODBYE = "-"
+
+
+def _translate(error: RuntimeError) -> LaneClosed | LaneTimeout:
+    """gloo raises RuntimeError for everything; only the text tells a wait that was too long from a peer that is gone."""
+    text = str(error).split(". This is typically")[0].rsplit("] ", 1)[-1]
+    if text.startswith(("Timed out", "Wait timeout")):
+        return LaneTimeout(text)
+    return LaneClosed(text)
+
+
+class GlooLane:
+    """One end of a pair group; see ``transport.Lane``. ``me``: 0 the source, 1 the target."""
+
+    def __init__(self, group: ProcessGroupGloo, me: int) -> None:
+        self._group: Any = group  # its stub lacks the calls that it inherits
+        self._me = me
+        self._posted: list[tuple[Work, torch.Tensor]] = []
+        self._closing = threading.Lock()
+        self._is_closed = False
+
+    def send(self, message: Sequence[torch.Tensor]) -> None:
+        """Post."""
+        try:
+            for tensor in message:
+                work: Work = self._group.send([tensor], _TARGET, _DATA_TAG)
+                self._posted.append((work, tensor))
+        except RuntimeError as error:
+            raise _translate(error) from error
+
+    def receive_into(self, tensor: torch.Tensor, timeout_s: float | None) -> None:
+        """Wait for the next tensor."""
+        limit = _FOREVER if timeout_s is None else timedelta(seconds=timeout_s)
+        try:
+            self._group.recv([tensor], _SOURCE, _DATA_TAG).wait(limit)
+        except RuntimeError as error:
+            raise _translate(error) from error
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait for everything posted."""
+        try:
+            for work, _ in self._posted:
+                work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise _translate(error) from error
+        finally:
+            self._posted.clear()
+
+    def close(self) -> None:
+        """A receive that is too late closes the pair, and with it every wait of both ends; there is no gentler way."""
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        try:
+            self._group.recv([torch.empty(1, dtype=torch.int64)], 1 - self._me, _CLOSING_TAG).wait(_CLOSING)
+        except RuntimeError:
+            return  # as intended, or the pair was broken before
+
+
+@dataclass(frozen=True, slots=True)
+class _CallRecord:
+    """What a source writes into the store."""
+
+    source: LaneEnd
+    target: LaneEnd
+    number: int
+
+    @property
+    def group_name(self) -> str:
+        """Name of the pair group."""
+        ends = (f"{end.instance}.{end.incarnation}.{end.rank}" for end in (self.source, self.target))
+        return f"lane/{'-'.join(ends)}/{self.number}"
+
+
+def _count_key(rank: int) -> str:
+    return f"calls/{rank}"
+
+
+def _call_key(rank: int, number: int) -> str:
+    return f"call/{rank}/{number}"
+
+
+def _connect(address: tuple[str, int], timeout_s: float, *, serve: bool = False) -> TCPStore:
+    try:
+        limit = timedelta(seconds=timeout_s)
+        return TCPStore(address[0], address[1], is_master=serve, wait_for_workers=False, timeout=limit)
+    except RuntimeError as error:
+        raise LaneClosed(f"no lane store at {address[0]}:{address[1]}: {str(error).splitlines()[0]}") from error
+
+
+def _pair(store: TCPStore, record: _CallRecord, me: int, timeout_s: float) -> GlooLane:
+    try:
+        group = ProcessGroupGloo(PrefixStore(record.group_name, store), me, 2, timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise _translate(error) from error
+    return GlooLane(group, me)
+
+
+class GlooCaller:
+    """See ``transport.Caller``."""
+
+    def __init__(self, me: LaneEnd) -> None:
+        self._me = me
+
+    def open(self, target: LaneEnd, address: tuple[str, int], timeout_s: float) -> GlooLane:
+        """Call the target and make the pair. The store's connection belongs to the lane: a slow peer holds up no other."""
+        store = _connect(address, timeout_s)
+        try:
+            number = store.add(_count_key(target.rank), 1)
+            record = _CallRecord(self._me, target, number)
+            store.set(_call_key(target.rank, number), to_json(record))
+        except RuntimeError as error:
+            raise LaneClosed(f"the lane store of {target.instance} is gone") from error
+        return _pair(store, record, _SOURCE, timeout_s)
+
+    def close(self) -> None:
+        """Nothing is shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class GlooCall:
+    """See ``transport.Call``."""
+
+    record: _CallRecord
+    address: tuple[str, int]
+
+    @property
+    def source(self) -> LaneEnd:
+        """Who asks."""
+        return self.record.source
+
+    def open(self, timeout_s: float) -> GlooLane:
+        """This end of the pair."""
+        return _pair(_connect(self.address, timeout_s), self.record, _TARGET, timeout_s)
+
+
+class GlooListener:
+    """See ``transport.Listener``.
+
+    Args:
+        me: this rank; rank 0 serves the store for all ranks of its instance.
+        address: where the store is served; port 0 (rank 0 alone) takes a free one.
+        timeout_s: how long to wait for rank 0.
+    """
+
+    def __init__(self, me: LaneEnd, address: tuple[str, int], timeout_s: float) -> None:
+        self._me = me
+        self._server = _connect(address, timeout_s, serve=True) if me.rank == 0 else None
+        self.address = address if self._server is None else (address[0], self._server.port)
+        self._timeout_s = timeout_s
+        self._waiting = _connect(self.address, timeout_s)  # a connection serves one wait at a time
+        self._next = 1
+
+    def next_call(self) -> GlooCall | None:
+        """Wait for the next number."""
+        while True:
+            key = _call_key(self._me.rank, self._next)
+            try:
+                self._waiting.wait([key], _FOREVER)
+                text = self._waiting.get(key)
+                self._waiting.delete_key(key)
+            except DistStoreError:
+                return None  # the store went with rank 0: the instance ends
+            self._next += 1
+            if text == _GOODBYE.encode():
+                return None
+            try:
+                record = from_json(_CallRecord, text)
+            except MalformedRecord:
+                continue
+            if record.target == self._me:  # else a call for a former life of this rank
+                return GlooCall(record, self.address)
+
+    def close(self) -> None:
+        """A call that means the end."""
+        try:
+            store = _connect(self.address, self._timeout_s)
+            store.set(_call_key(self._me.rank, store.add(_count_key(self._me.rank), 1)), _GOODBYE)
+        except (RuntimeError, LaneClosed):
+            return  # the store is gone, and with it the wait

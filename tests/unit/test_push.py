@@ -1,0 +1,290 @@
+"""The rank side of a hand-over over a loopback: what leaves, when, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from longcat_pd.kv_transfer.frames import HEADER_INTS, decode_header
+from longcat_pd.kv_transfer.loopback import BlockFault, Message
+from longcat_pd.kv_transfer.push import LaneOptions
+from tests.unit.transfer_rig import BLOCK, Handover, Rig
+
+
+@pytest.fixture
+def rigs() -> Iterator[list[Rig]]:
+    made: list[Rig] = []
+    yield made
+    for rig in made:
+        rig.network.faults.flowing.set()
+        rig.close()
+
+
+SIZES = [((2,), 1, 1), ((1, 2), 3, 4), ((3,), 2, 1), ((1, 1, 1), 1, 3), ((2, 1), 2, 2), ((1, 1), 4, 3)]
+
+
+@pytest.mark.parametrize(("stages", "cp", "kvp"), SIZES)
+@pytest.mark.parametrize("prompt_len", [1, BLOCK, 5 * BLOCK + 1])
+def test_everything_arrives(rigs: list[Rig], stages: tuple[int, ...], cp: int, kvp: int, prompt_len: int) -> None:
+    rig = Rig(stages=stages, cp=cp, kvp=kvp, options=LaneOptions(digest="all", timeout_s=5.0))
+    rigs.append(rig)
+    handover = Handover(rig, "t", prompt_len, source_start=cp - 1, target_start=kvp // 2)
+    handover.announce()
+    handover.begin()
+    handover.compute(chunk_blocks=2)
+    sent, arrived = rig.pushed.wait(len(rig.push)), rig.arrived.wait(kvp)
+    assert all(c.ok for c in sent + arrived), (sent, arrived)
+    assert {c.rank for c in sent} == set(range(len(rig.push)))
+    assert {c.rank for c in arrived} == set(range(kvp))
+    assert handover.mismatches() == []
+    assert sum(c.num_bytes for c in arrived) <= sum(c.num_bytes for c in sent)
+    assert all(lanes.counts().unsent == 0 for lanes in rig.push)
+    assert all(lanes.counts().posted == 0 for lanes in rig.arrival)
+    assert sum(lanes.counts().reserved_blocks for lanes in rig.arrival) == len(handover.target_blocks)
+    for lanes in rig.arrival:
+        lanes.adopt("t")
+    assert sum(lanes.counts().reserved_blocks for lanes in rig.arrival) == 0
+
+
+def test_a_group_that_is_not_meant_has_nothing_to_do(rigs: list[Rig]) -> None:
+    rig = Rig(kvp=2, groups=2)
+    rigs.append(rig)
+    handover = Handover(rig, "t", 9, group=1)
+    handover.announce()
+    assert {c.rank for c in rig.arrived.wait(2)} == {0, 1}
+    handover.begin()
+    handover.compute()
+    assert all(c.ok for c in rig.arrived.wait(4))
+    assert handover.mismatches() == []
+
+
+def test_a_layer_leaves_before_the_next_is_pushed(rigs: list[Rig]) -> None:
+    rig = Rig(stages=(4,))
+    rigs.append(rig)
+    left: list[int] = []
+    has_left = threading.Event()
+
+    def watch(message: Message) -> list[Message]:
+        assert message[0].numel() == HEADER_INTS
+        header = decode_header(message[0])
+        if not header.is_end:
+            left.append(header.layer)
+        has_left.set()
+        return [message]
+
+    rig.network.faults.tamper = watch
+    handover = Handover(rig, "t", 8 * BLOCK)
+    handover.announce()
+    handover.begin()
+    for first in (0, 2, 4, 6):
+        for layer in range(4):
+            has_left.clear()
+            rig.push[0].push_layer("t", layer, first, first + 2, is_last_chunk=first == 6)
+            assert has_left.wait(5.0)
+            assert left[-1] == layer  # nothing of layer + 1 is known to the lanes yet
+    assert left == [0, 1, 2, 3] * 4
+    (closed,) = rig.pushed.wait(1)
+    assert rig.arrived.wait(1)[0].ok
+    assert closed.bytes_before_last_layer / closed.num_bytes >= 0.8
+
+
+@pytest.mark.parametrize("kind", ["lose", "repeat", "alter"])
+@pytest.mark.parametrize("digest", ["off", "all"])
+def test_a_fault_of_one_block(rigs: list[Rig], kind: str, digest: str) -> None:
+    rig = Rig(stages=(3,), options=LaneOptions(digest=digest, timeout_s=5.0))  # type: ignore[arg-type]
+    rigs.append(rig)
+    rig.network.faults.tamper = BlockFault(kind, 1, item_bytes=BLOCK * 6 * 4)
+    handover = Handover(rig, "t", 3 * BLOCK)
+    handover.announce()
+    handover.begin()
+    handover.compute()
+    (closed,) = rig.arrived.wait(1)
+    if kind == "alter" and digest == "off":
+        assert closed.ok  # one flipped bit is what the digest is for
+        assert len(handover.mismatches()) == 1
+        return
+    assert not closed.ok
+    wanted = {"lose": "aborted: incomplete, 1 ", "repeat": "twice", "alter": "digest_mismatch"}
+    assert wanted[kind] in closed.reason
+    assert rig.arrival[0].counts().posted == 0
+
+
+def test_a_flipped_bit_behind_the_prompt_is_no_fault(rigs: list[Rig]) -> None:
+    rig = Rig(stages=(1,), options=LaneOptions(digest="all", timeout_s=5.0))
+    rigs.append(rig)
+    rig.network.faults.tamper = BlockFault("alter", 0)  # last byte: last row of the last block
+    handover = Handover(rig, "t", 2 * BLOCK + 1)
+    handover.announce()
+    handover.begin()
+    handover.compute()
+    assert rig.arrived.wait(1)[0].ok
+
+
+def test_reordered_messages_are_still_complete(rigs: list[Rig]) -> None:
+    rig = Rig(stages=(3,))
+    rigs.append(rig)
+    rig.network.faults.tamper = BlockFault("reorder", 0)
+    handover = Handover(rig, "t", 3 * BLOCK)
+    handover.announce()
+    handover.begin()
+    handover.compute()
+    assert rig.arrived.wait(1)[0].ok
+    assert handover.mismatches() == []
+
+
+def test_an_end_that_overtakes_its_blocks_is_a_loss(rigs: list[Rig]) -> None:
+    rig = Rig(stages=(1,))
+    rigs.append(rig)
+    rig.network.faults.tamper = BlockFault("reorder", 0)  # the only data message and the end change places
+    handover = Handover(rig, "t", BLOCK)
+    handover.announce()
+    handover.begin()
+    handover.compute()
+    closed = rig.arrived.wait(1)[0]
+    assert not closed.ok
+    assert "incomplete" in closed.reason
+
+
+def test_late_bytes_never_reach_the_next_owner(rigs: list[Rig]) -> None:
+    rig = Rig(stages=(2,))
+    rigs.append(rig)
+    rig.network.faults.flowing.clear()
+    late = Handover(rig, "late", 3 * BLOCK)
+    late.announce()
+    late.begin()
+    late.compute()
+    for lanes in rig.arrival:
+        lanes.drop("late")
+    assert rig.arrived.wait(1)[0].reason.startswith("aborted")
+    assert rig.arrival[0].counts().posted == 0
+    cache = rig.target_caches[0]
+    for entry in cache.spec.entries:  # the blocks are another request's now, which writes them
+        cache.tensor(entry.name).fill_(7.0)
+    rig.network.faults.flowing.set()
+    assert rig.pushed.wait(1)[0].ok  # the bytes have passed the wire
+    for entry in cache.spec.entries:
+        assert torch.equal(cache.tensor(entry.name), torch.full_like(cache.tensor(entry.name), 7.0)), entry.name
+    # the same transfer and blocks in another generation are served by the same lane
+    again = Handover(rig, "late", 3 * BLOCK, generation=2)
+    again.announce()
+    again.begin()
+    again.compute()
+    assert rig.arrived.wait(2)[1].ok
+    assert again.mismatches() == []
+
+
+def test_bytes_may_be_quicker_than_their_announcement(rigs: list[Rig]) -> None:
+    rig = Rig(stages=(2,))
+    rigs.append(rig)
+    handover = Handover(rig, "t", BLOCK)
+    handover.begin()
+    handover.compute()
+    assert rig.arrived.all == []
+    handover.announce()
+    assert rig.arrived.wait(1)[0].ok
+    assert handover.mismatches() == []
+
+
+def test_cancel_frees_at_once_and_tells_the_other_side(rigs: list[Rig]) -> None:
+    rig = Rig(stages=(2,), kvp=2)
+    rigs.append(rig)
+    handover = Handover(rig, "t", 4 * BLOCK)
+    handover.announce()
+    handover.begin()
+    rig.push[0].push_layer("t", 0, 0, 4, is_last_chunk=False)
+    rig.push[0].cancel("t")
+    closed = rig.pushed.wait(1)[0]
+    assert not closed.ok
+    assert closed.reason.startswith("aborted")
+    assert rig.push[0].counts().unsent == 0
+    rig.push[0].push_layer("t", 0, 0, 4, is_last_chunk=True)  # a chunk that was already planned
+    rig.push[0].cancel("t")
+    for lanes in rig.arrival:
+        lanes.drop("t")
+    assert len(rig.arrived.wait(2)) == 2
+    following = Handover(rig, "u", 4 * BLOCK, first_block_id=20)
+    following.announce()
+    following.begin()
+    following.compute()
+    assert [c.ok for c in rig.arrived.wait(4)[2:]] == [True, True]
+    assert len(rig.pushed.wait(2)) == 2
+    assert following.mismatches() == []
+
+
+def test_a_stopped_peer_ends_after_the_time_limit(rigs: list[Rig]) -> None:
+    rig = Rig(stages=(2,), options=LaneOptions(timeout_s=0.2))
+    rigs.append(rig)
+    handover = Handover(rig, "t", BLOCK)
+    handover.announce()
+    handover.begin()
+    rig.network.faults.flowing.clear()
+    handover.compute()
+    assert rig.pushed.wait(1)[0].reason.startswith("timed_out")
+    rig.network.faults.flowing.set()
+    for lanes in rig.arrival:
+        lanes.drop("t")
+    following = Handover(rig, "u", BLOCK)
+    following.announce()
+    following.begin()
+    following.compute()
+    assert rig.arrived.wait(2)[1].ok
+    assert following.mismatches() == []
+
+
+def test_a_lost_peer_is_noticed_by_both_and_the_next_transfer_gets_new_lanes(rigs: list[Rig]) -> None:
+    rig = Rig(stages=(2,), cp=2, kvp=2)
+    rigs.append(rig)
+    handover = Handover(rig, "t", 8 * BLOCK)
+    handover.announce()
+    handover.begin()
+    first_bytes = threading.Event()
+
+    def watch(message: Message) -> list[Message]:
+        first_bytes.set()
+        return [message]
+
+    rig.network.faults.tamper = watch
+    for lanes in rig.push:
+        lanes.push_layer("t", 0, 0, 4, is_last_chunk=False)
+    assert first_bytes.wait(5.0)
+    rig.network.lose_peers()
+    for lanes in rig.push:
+        lanes.push_layer("t", 1, 0, 4, is_last_chunk=False)
+    assert all(not c.ok for c in rig.pushed.wait(2))
+    for lanes in rig.arrival:
+        lanes.drop("t")
+    assert all(not c.ok for c in rig.arrived.wait(2))
+    following = Handover(rig, "u", 8 * BLOCK, first_block_id=20)
+    following.announce()
+    following.begin()
+    following.compute(chunk_blocks=3)
+    assert [c.ok for c in rig.arrived.wait(4)[2:]] == [True, True]
+    assert following.mismatches() == []
+
+
+def test_an_idle_lane_that_broke_is_made_anew(rigs: list[Rig]) -> None:
+    rig = Rig()
+    rigs.append(rig)
+    for name in ("a", "b", "c"):
+        handover = Handover(rig, name, 2 * BLOCK)
+        handover.announce()
+        handover.begin()
+        handover.compute()
+        assert rig.arrived.wait(ord(name) - ord("a") + 1)[-1].ok
+        for lanes in rig.arrival:
+            lanes.adopt(name)
+        rig.network.lose_peers()
+
+
+def test_the_sample_carries_digests_for_some(rigs: list[Rig]) -> None:
+    rig = Rig(stages=(3,), options=LaneOptions(digest="sample", timeout_s=5.0))
+    rigs.append(rig)
+    handover = Handover(rig, "t", 20 * BLOCK)
+    handover.announce()
+    handover.begin()
+    handover.compute(chunk_blocks=4)
+    assert rig.arrived.wait(1)[0].ok
+    assert handover.mismatches() == []
