@@ -240,16 +240,16 @@ def test_a_lost_peer_is_noticed_by_both_and_the_next_transfer_gets_new_lanes(rig
     handover = Handover(rig, "t", 8 * BLOCK)
     handover.announce()
     handover.begin()
-    first_bytes = threading.Event()
+    under_way = threading.Semaphore(0)
 
     def watch(message: Message) -> list[Message]:
-        first_bytes.set()
+        under_way.release()
         return [message]
 
     rig.network.faults.tamper = watch
     for lanes in rig.push:
         lanes.push_layer("t", 0, 0, 4, is_last_chunk=False)
-    assert first_bytes.wait(5.0)
+    assert all(under_way.acquire(timeout=5.0) for _ in rig.push)
     rig.network.lose_peers()
     for lanes in rig.push:
         lanes.push_layer("t", 1, 0, 4, is_last_chunk=False)

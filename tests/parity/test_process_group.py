@@ -1,0 +1,253 @@
+"""Lanes between real processes over gloo pair groups, and what a killed, stopped or restarted peer does to them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import pytest
+import torch
+
+from longcat_pd.kv_cache.storage import KVCache
+from longcat_pd.kv_transfer.arrival import ArrivalLanes
+from longcat_pd.kv_transfer.messages import Arrival, Push
+from longcat_pd.kv_transfer.process_group import GlooCaller, GlooListener
+from longcat_pd.kv_transfer.push import LaneOptions, PrefillShape, PushLanes
+from longcat_pd.kv_transfer.transport import LaneClosed, LaneEnd
+from longcat_pd.wire import pack
+from tests.unit.transfer_rig import BLOCK, CPU, Reports, spec
+
+LAYERS = 2
+PROMPT = 6 * BLOCK + 1
+BLOCKS = pack(range(1, 8))
+
+
+def value(entry_name: str, block: int) -> float:
+    return float(int(entry_name.split(".")[1]) * 100 + block)
+
+
+def prefill_rank(pipe: Connection, port: int, incarnation: str, timeout_s: float) -> None:
+    """A process that pushes transfers by name; ``layers``: how many of them before it waits for the next order."""
+    torch.set_num_threads(1)
+    me = LaneEnd("p0", incarnation, 0)
+    cache = KVCache(spec(range(LAYERS)), 16, BLOCK, CPU)
+    for entry in cache.spec.entries:
+        for block in range(16):
+            cache.tensor(entry.name)[block] = value(entry.name, block)
+    reports = Reports()
+    shape = PrefillShape(layers_per_stage=(LAYERS,), cp_size=1)
+    options = LaneOptions(digest="all", timeout_s=timeout_s, connect_timeout_s=5.0)
+    lanes = PushLanes(me, shape, cache=cache, caller=GlooCaller(me), options=options, report=reports)
+    seen = 0
+    while (order := pipe.recv()) is not None:
+        transfer_id, generation, layers = order
+        if layers < 0:
+            lanes.cancel(transfer_id)
+        elif layers == 0:
+            push = Push(
+                transfer_id=transfer_id,
+                peer="d0",
+                peer_incarnation="d",
+                lane_host="127.0.0.1",
+                lane_port=port,
+                kvp_size=1,
+                first_rank=0,
+                blocks=BLOCKS,
+                generation=generation,
+            )
+            lanes.begin(push, prompt_len=PROMPT, blocks=BLOCKS, split_start=0)
+        else:
+            lanes.push_layer(transfer_id, layers - 1, 0, 7, is_last_chunk=True)
+        if layers in (-1, LAYERS):
+            closed = reports.wait(seen + 1, 20.0)[seen]
+            seen += 1
+            pipe.send((closed.ok, closed.reason, closed.num_bytes))
+    lanes.close()
+
+
+class Prefill:
+    """Handle of such a process."""
+
+    def __init__(self, port: int, incarnation: str = "p", timeout_s: float = 10.0) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(
+            target=prefill_rank, args=(theirs, port, incarnation, timeout_s), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    def order(self, transfer_id: str, layers: int, generation: int = 1) -> None:
+        self.pipe.send((transfer_id, generation, layers))
+
+    def push_all(self, transfer_id: str, generation: int = 1) -> None:
+        for layers in range(LAYERS + 1):
+            self.order(transfer_id, layers, generation)
+
+    def answer(self) -> tuple[bool, str, int]:
+        assert self.pipe.poll(20.0), "no answer from the prefill process"
+        ok, reason, num_bytes = self.pipe.recv()
+        return ok, reason, num_bytes
+
+    def kill(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(10.0)
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            self.pipe.send(None)
+            self.process.join(10.0)
+        assert not self.process.is_alive()
+
+
+class Decode:
+    """The decode rank, in the process of the test."""
+
+    def __init__(self, timeout_s: float = 10.0) -> None:
+        me = LaneEnd("d0", "d", 0)
+        self.cache = KVCache(spec(range(LAYERS)), 16, BLOCK, CPU)
+        self.listener = GlooListener(me, ("127.0.0.1", 0), 5.0)
+        self.reports = Reports()
+        options = LaneOptions(digest="all", timeout_s=timeout_s, connect_timeout_s=5.0)
+        self.lanes = ArrivalLanes(me, 1, cache=self.cache, listener=self.listener, options=options, report=self.reports)
+
+    @property
+    def port(self) -> int:
+        return self.listener.address[1]
+
+    def announce(self, transfer_id: str, incarnation: str = "p", generation: int = 1) -> None:
+        arrival = Arrival(
+            transfer_id=transfer_id,
+            group=0,
+            peer="p0",
+            peer_incarnation=incarnation,
+            source_pp_size=1,
+            source_cp_size=1,
+            source_layers=(LAYERS,),
+            prompt_len=PROMPT,
+            blocks=BLOCKS,
+            split_start=0,
+            generation=generation,
+        )
+        self.lanes.announce(arrival)
+
+    def is_complete(self) -> bool:
+        return all(
+            bool((self.cache.tensor(e.name)[b] == value(e.name, b)).all())
+            for e in self.cache.spec.entries
+            for b in range(1, 8)
+        )
+
+    def wipe(self) -> None:
+        for entry in self.cache.spec.entries:
+            self.cache.tensor(entry.name).zero_()
+
+
+@pytest.fixture
+def decode() -> Iterator[Decode]:
+    side = Decode()
+    yield side
+    side.lanes.close()
+
+
+def test_transfers_then_kill_then_a_new_life(decode: Decode) -> None:
+    prefill = Prefill(decode.port)
+    for number in range(3):
+        decode.wipe()
+        decode.announce(f"t{number}")
+        prefill.push_all(f"t{number}")
+        ok, reason, num_bytes = prefill.answer()
+        assert ok, reason
+        closed = decode.reports.wait(number + 1)[number]
+        assert closed.ok, closed.reason
+        assert closed.num_bytes <= num_bytes
+        assert decode.is_complete()
+        decode.lanes.adopt(f"t{number}")
+    # killed after one layer: noticed on the lane itself
+    decode.announce("dead")
+    prefill.order("dead", 0)
+    prefill.order("dead", 1)
+    with decode.lanes.changed:
+        assert decode.lanes.changed.wait_for(lambda: True)
+    event = threading.Event()
+    for _ in range(100):
+        if any(i.started for i in decode.lanes._by_key.values()):
+            break
+        event.wait(0.05)
+    prefill.kill()
+    closed = decode.reports.wait(4, 5.0)[3]
+    assert not closed.ok
+    assert closed.reason.startswith("peer_lost")
+    decode.lanes.drop("dead")
+    assert decode.lanes.counts().reserved_blocks == 0
+    # another life of the same rank
+    decode.wipe()
+    second = Prefill(decode.port, "p-again")
+    decode.announce("alive", "p-again")
+    second.push_all("alive")
+    assert second.answer()[0]
+    assert decode.reports.wait(5)[4].ok
+    assert decode.is_complete()
+    second.end()
+
+
+def test_cancel_then_another_transfer_on_the_same_lane(decode: Decode) -> None:
+    prefill = Prefill(decode.port)
+    decode.announce("t")
+    prefill.order("t", 0)
+    prefill.order("t", 1)
+    prefill.order("t", -1)
+    ok, reason, _ = prefill.answer()
+    assert not ok
+    assert reason.startswith("aborted")
+    decode.lanes.drop("t")
+    assert not decode.reports.wait(1)[0].ok
+    decode.wipe()
+    decode.announce("t", generation=2)
+    prefill.push_all("t", 2)
+    assert prefill.answer()[0]
+    assert decode.reports.wait(2)[1].ok
+    assert decode.is_complete()
+    prefill.end()
+
+
+def test_a_stopped_decode_rank_is_a_time_out_and_a_new_lane_heals() -> None:
+    """The target does not take what is sent: its announcement is late."""
+    side = Decode(timeout_s=30.0)
+    prefill = Prefill(side.port, timeout_s=1.0)
+    prefill.push_all("t")  # the reader waits for the announcement, so the second message is not taken
+    ok, reason, _ = prefill.answer()
+    assert not ok
+    assert reason.startswith("timed_out")
+    side.announce("t")
+    side.lanes.drop("t")
+    side.announce("u", generation=2)
+    prefill.push_all("u", 2)
+    ok, reason, _ = prefill.answer()
+    assert ok, reason
+    side.lanes.close()
+    prefill.end()
+
+
+def test_nobody_serves_lanes() -> None:
+    caller = GlooCaller(LaneEnd("p0", "p", 0))
+    with pytest.raises(LaneClosed, match="no lane store"):
+        caller.open(LaneEnd("d0", "d", 0), ("127.0.0.1", 1), 0.5)
+
+
+def test_close_ends_every_thread() -> None:
+    before = threading.active_count()
+    side = Decode()
+    prefill = Prefill(side.port)
+    side.announce("t")
+    prefill.push_all("t")
+    assert prefill.answer()[0]
+    side.lanes.close()
+    assert threading.active_count() == before
+    prefill.end()
