@@ -99,7 +99,9 @@ class ModelRunner:
         )
 
     def close(self) -> None:
-        """Ends the lanes."""
+        """Lets the last message to the next stage leave, and ends the lanes."""
+        if self._sending is not None:
+            self._sending.wait()
         self._handover.close()
 
     def _admit(self, admit: Admit) -> None:

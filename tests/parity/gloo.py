@@ -1,0 +1,83 @@
+"""Ranks of one instance in processes of their own, joined by gloo on loopback, for tests without a driver."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from longcat_pd.config.schema import EngineConfig, InstanceSpec, ModelSection, ParallelConfig, RankSpec, TransferConfig
+from longcat_pd.engine.plan import StepOutput, StepPlan
+from longcat_pd.engine.runner import ModelRunner
+from longcat_pd.parallel.mesh import Mesh
+from longcat_pd.parallel.platform import platform_of
+
+R = TypeVar("R")
+BLOCK_SIZE = 8
+
+
+def rank_specs(path: Path, parallel: ParallelConfig, *, num_blocks: int = 64, timeout_s: float = 30.0) -> list[RankSpec]:
+    """What the ranks of a CPU instance in fp32 are told."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    engine = EngineConfig(
+        block_size=BLOCK_SIZE,
+        max_model_len=512,
+        max_num_seqs=8,
+        num_blocks=num_blocks,
+        step_timeout_s=timeout_s,
+        rank_lost_s=0.0,
+    )
+    instance = InstanceSpec(
+        name="x0",
+        role="standalone",
+        host="127.0.0.1",
+        http_port=1,
+        device="cpu",
+        model=ModelSection(path=str(path), dtype="float32"),
+        parallel=parallel,
+        engine=engine,
+        transfer=TransferConfig(),
+    )
+    return [
+        RankSpec(
+            instance=instance,
+            rank=rank,
+            incarnation="t",
+            plan_endpoint="",
+            output_endpoint="",
+            rendezvous_host="127.0.0.1",
+            rendezvous_port=port,
+        )
+        for rank in range(parallel.world_size)
+    ]
+
+
+def on_ranks(specs: Sequence[RankSpec], task: Callable[..., R], *arguments: object) -> list[R]:
+    """``task(spec, mesh, *arguments)`` on every rank; the results by rank."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "longcat_pd.engine.runner"])
+    with ProcessPoolExecutor(len(specs), mp_context=context) as pool:
+        futures = [pool.submit(_joined, spec, task, arguments) for spec in specs]
+        return [future.result(timeout=120) for future in futures]
+
+
+def run_plans(spec: RankSpec, mesh: Mesh, plans: Sequence[StepPlan]) -> list[StepOutput]:
+    """A rank's answers to all plans, one after the other."""
+    runner = ModelRunner(spec, mesh)
+    outputs = [runner.execute(plan) for plan in plans]
+    runner.close()
+    return outputs
+
+
+def _joined(spec: RankSpec, task: Callable[..., R], arguments: tuple[object, ...]) -> R:
+    platform_of("cpu").prepare_rank()
+    mesh = Mesh.join(spec)
+    try:
+        return task(spec, mesh, *arguments)
+    finally:
+        mesh.leave()
