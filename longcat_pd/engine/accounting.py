@@ -1,16 +1,98 @@
-"""The leak invariant: what the ranks hold by their own count, against what the driver believes they hold.
+"""What an instance says of itself: whether it is fit, and the leak invariant.
 
-Pure. The form is that of ``/debug/accounting`` at a worker, without the lines that say who answers.
+The invariant compares what the ranks hold by their own count with what the driver believes they hold; its form is that of
+``/debug/accounting`` at a worker, without the lines that say who answers.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from longcat_pd.clock import Clock
 from longcat_pd.engine.executor import RankState
+from longcat_pd.engine.loop import StepLoop
 from longcat_pd.engine.plan import RankAccounts
 from longcat_pd.engine.room import RankFigures
+from longcat_pd.errors import LongcatError
+from longcat_pd.log import logger
+from longcat_pd.metrics import EngineMetrics
+
+ANSWER_LIMIT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """``reasons`` (dicts with code, detail, rank): why the instance is not ready; ``is_lost``: it cannot recover."""
+
+    busy: bool
+    ranks_total: int
+    ranks_ok: int
+    reasons: tuple[dict[str, Any], ...]
+    is_lost: bool
+
+
+def health(loop: StepLoop) -> Health:
+    """Judge what is known already."""
+    failure, states, figures = loop.failure, loop.executor.rank_states(), loop.scheduler.room.figures()
+    reasons: list[dict[str, Any]] = []
+    if failure is not None:
+        code = "draining" if failure.code == "draining" else "rank_lost"
+        lost = next((s.rank for s in states if s.state == "lost"), None)
+        reasons.append({"code": code, "detail": failure.message, "rank": lost})
+    for state in states:
+        if state.state == "silent":
+            detail = f"no heartbeat for {state.silent_s:.1f} s"
+            reasons.append({"code": "rank_silent", "detail": detail, "rank": state.rank})
+    overdue = next((s.overdue_step for s in states if s.overdue_step is not None), None)
+    if overdue is not None:
+        reasons.append({"code": "step_overdue", "detail": f"step {overdue} takes too long", "rank": None})
+    return Health(
+        busy=figures.waiting > 0 or figures.running == figures.slots,
+        ranks_total=len(states),
+        ranks_ok=sum(s.state == "ok" for s in states),
+        reasons=tuple(reasons),
+        is_lost=failure is not None and failure.code != "draining",
+    )
+
+
+async def account(loop: StepLoop, clock: Clock, *, transfers: int, request_sockets: int) -> dict[str, Any]:
+    """The account of an instance, with the figures of all ranks that answer in time."""
+    fresh: dict[int, RankAccounts] = {}
+    if loop.failure is None:
+        outputs = loop.checkpoint()
+        expected = loop.scheduler.room.by_rank()
+        try:
+            answers = await clock.within(ANSWER_LIMIT_S, asyncio.shield(outputs))
+            fresh = {o.rank: o.accounts for o in answers if o.accounts is not None}
+        except (TimeoutError, LongcatError) as error:
+            logger().warning("accounting_without_answer", reason=str(error))
+    else:
+        expected = loop.scheduler.room.by_rank()
+    figures = loop.scheduler.room.figures()
+    driver = {
+        "requests_waiting": figures.waiting,
+        "requests_running": figures.running,
+        "transfers": transfers,
+        "request_sockets": request_sockets,
+    }
+    return report(driver, loop.executor.rank_states(), fresh=fresh, expected=expected)
+
+
+def set_gauges(loop: StepLoop, metrics: EngineMetrics) -> None:
+    """Bring the gauges up to date."""
+    figures = loop.scheduler.room.figures()
+    metrics.sequences("waiting").set(figures.waiting)
+    metrics.sequences("running").set(figures.running)
+    metrics.slots("used").set(figures.running)
+    metrics.slots("free").set(figures.slots - figures.running)
+    for state, count in figures.blocks.items():
+        metrics.blocks(state).set(count)
+    states = [s.state for s in loop.executor.rank_states()]
+    for name in ("ok", "silent", "lost"):
+        metrics.ranks(name).set(states.count(name))
 
 
 def report(

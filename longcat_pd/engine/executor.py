@@ -36,6 +36,7 @@ LAST_WORDS_S = 0.2  # between the end of a rank process and the judgement: its f
 _PLANS = Codec[PlanMessage](StepPlan, Stop)
 _MESSAGES = Codec[RankMessage](RankReady, Heartbeat, StepOutput, TransferClosed)
 
+Ready = tuple[RankReady, ...]
 OnClosed = Callable[[TransferClosed], None]
 OnFailure = Callable[[LongcatError], None]
 
@@ -54,7 +55,7 @@ class RankState:
 class Executor(Protocol):
     """The ranks of an instance as its driver sees them. Everything happens on the driver's event loop."""
 
-    async def start(self, on_closed: OnClosed, on_failure: OnFailure) -> tuple[RankReady, ...]:
+    async def start(self, on_closed: OnClosed, on_failure: OnFailure) -> Ready:
         """Bring up all ranks; their reports by rank. ``on_failure`` is called at most once, and then nothing more."""
         ...
 
@@ -149,7 +150,7 @@ class ProcessExecutor:
         self._sockets: list[AsyncSocket] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self, on_closed: OnClosed, on_failure: OnFailure) -> tuple[RankReady, ...]:
+    async def start(self, on_closed: OnClosed, on_failure: OnFailure) -> Ready:
         """Bind, start the processes, wait for all.
 
         Raises RankLost, EngineFault, or ConfigError for a taken port or a refused checkpoint.

@@ -9,8 +9,8 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 from longcat_pd.config.schema import RankSpec
-from longcat_pd.engine.executor import OnClosed, OnFailure, RankState
-from longcat_pd.engine.plan import RankReady, StepOutput, StepPlan
+from longcat_pd.engine.executor import OnClosed, OnFailure, RankState, Ready
+from longcat_pd.engine.plan import StepOutput, StepPlan
 from longcat_pd.engine.runner import ModelRunner
 from longcat_pd.parallel.mesh import Mesh
 
@@ -23,7 +23,7 @@ class InlineExecutor:
         self._runner = ModelRunner(spec, Mesh.single())
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank")
 
-    async def start(self, on_closed: OnClosed, on_failure: OnFailure) -> tuple[RankReady, ...]:
+    async def start(self, on_closed: OnClosed, on_failure: OnFailure) -> Ready:
         """The rank is ready since it was made; nothing here can be lost, and there are no transfers."""
         return (self._runner.ready(),)
 

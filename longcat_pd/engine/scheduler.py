@@ -1,6 +1,6 @@
 """What runs next, and what outputs mean for sequences. Pure: no event loop, no clock of its own, no rank.
 
-One rule makes plans: prompts first, as chunks within the token budget, up to ``depth`` plans in flight; else one step for
+One rule makes plans: prompts first, as chunks within the token budget, up to ``pp_size`` plans in flight; else one step for
 all that decode, one such plan in flight.
 """
 
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
-from longcat_pd.config.schema import EngineConfig
+from longcat_pd.config.schema import EngineConfig, ParallelConfig
 from longcat_pd.engine.plan import Admit, Phase, Segment, SlotOutput, SlotSampling, StepOutput, StepPlan
 from longcat_pd.engine.request import Event, Request, SamplingParams, TokenOutput
 from longcat_pd.engine.room import Room
@@ -42,17 +42,17 @@ class _Flight:
 class Scheduler:
     """Makes numbered plans from what sequences want, and moves sequences by what ranks answer.
 
-    Args:
-        room: blocks, slots and the line for them; others only enqueue there, admit and look.
-        depth: plans with segments in flight (pipeline stages).
-        eos_token_ids: tokens that end an answer.
+    ``room`` has the blocks, the slots and the line for them; others only enqueue there, admit and look.
+    ``eos_token_ids`` end an answer.
     """
 
-    def __init__(self, config: EngineConfig, room: Room, *, depth: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, config: EngineConfig, parallel: ParallelConfig, *, eos_token_ids: frozenset[int]) -> None:
         assert config.max_num_batched_tokens >= config.block_size, "a chunk holds at least one block"
+        # one of the two sizes is 1: a prefill instance spreads blocks over CP, a decode group over KVP
+        num_shards = parallel.cp_size * parallel.kvp_size
+        self.room = Room(config, num_shards=num_shards, num_ranks=parallel.world_size)
         self._config = config
-        self._room = room
-        self._depth = depth
+        self._depth = parallel.pp_size  # plans with segments in flight: one for each stage
         self._eos_token_ids = eos_token_ids
         self._prefilling: dict[int, Sequence] = {}  # with prompt left to schedule; by slot, in order of arrival
         self._decoding: dict[int, Sequence] = {}
@@ -96,20 +96,20 @@ class Scheduler:
         if stage is Stage.ENDED:
             return
         if stage is Stage.WAITING:
-            self._room.leave(seq)
+            self.room.leave(seq)
             return
         self._prefilling.pop(seq.slot, None)
         self._decoding.pop(seq.slot, None)
         if seq.is_admitted:
             self._todo.retire.append(seq)
-            if seq.push and self._room.has_open_push(seq):
+            if seq.push and self.room.has_open_push(seq):
                 self._todo.cancel_push.append(seq.push.transfer_id)
         elif seq.is_announced:
             self._todo.drop.append(seq)
         else:
             if seq.arrival:
                 self._todo.arrivals.remove(seq)
-            self._room.free(seq)
+            self.room.free(seq)
 
     def next_plan(self, now: float) -> StepPlan | None:
         """The next plan, if there is something to tell or to compute and room for it in the pipeline."""
@@ -172,7 +172,7 @@ class Scheduler:
 
     def _make_plan(self, phase: Phase, segments: list[Segment], now: float) -> StepPlan:
         todo, self._todo = self._todo, _Todo()
-        sequences = {s.slot: self._room.tenant(s.slot) for s in segments}
+        sequences = {s.slot: self.room.tenant(s.slot) for s in segments}
         self._last_step += 1
         plan = StepPlan(
             step_id=self._last_step,
@@ -187,7 +187,7 @@ class Scheduler:
         for seq in todo.arrivals:
             seq.is_announced = True
         for seq in todo.retire + todo.drop:
-            self._room.free(seq)
+            self.room.free(seq)
         if phase == "prefill":
             self._scheduled(segments)
         self._flights.append(_Flight(plan, sequences))
@@ -200,7 +200,7 @@ class Scheduler:
                 del self._prefilling[segment.slot]
 
     def _admit(self, seq: Sequence, now: float) -> Admit:
-        self._room.activate(seq)
+        self.room.activate(seq)
         seq.is_admitted = True
         if not seq.arrival:
             seq.stamp(Event.PREFILL_STARTED, now)
