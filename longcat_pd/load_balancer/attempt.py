@@ -1,0 +1,243 @@
+"""One attempt at a request: the same body to one P and one D at once, and which of their answers counts.
+
+Owns both calls and ends both, however it is left. Does not retry and does not know the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import ExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from longcat_pd.clock import ECHO_HOLD_S, Clock
+from longcat_pd.errors import LongcatError
+from longcat_pd.load_balancer.pool import Instance, Pair, Pool
+from longcat_pd.load_balancer.replies import (
+    Event,
+    EventReader,
+    Failure,
+    check_answer,
+    check_prefilled,
+    check_stream_head,
+    error_reply,
+    failure_of,
+    finish_reason,
+)
+from longcat_pd.load_balancer.workers import Incoming, WorkerCut, WorkerRefused, Workers
+from longcat_pd.metrics import Metrics
+
+TRAILER_S = 1.0  # how long the end of a stream's body may come after its last event
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A checked request of a client. ``deadline`` is on the balancer's clock; ``trace`` holds headers that travel on."""
+
+    route: str
+    body: bytes = field(repr=False)
+    request_id: str
+    deadline: float
+    is_stream: bool
+    trace: Mapping[str, str] = field(default_factory=dict)
+
+
+class LegFailed(Exception):
+    """A call to an instance has no good answer."""
+
+    def __init__(self, instance: Instance, failure: Failure) -> None:
+        super().__init__(f"{instance.name}: {failure.code}")
+        self.instance = instance
+        self.failure = failure
+
+
+@dataclass(frozen=True)
+class Whole:
+    """D's answer to a call that does not stream."""
+
+    body: bytes = field(repr=False)
+    finish: str | None
+
+
+Piece = Whole | list[Event]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Means:
+    """What every attempt works with."""
+
+    pool: Pool
+    workers: Workers
+    clock: Clock
+    metrics: Metrics
+
+
+class Attempt:
+    """Both calls of one attempt, as a context: open from entry, closed on both sides when it is left."""
+
+    def __init__(self, means: Means, call: Call, *, pair: Pair, number: int) -> None:
+        self.transfer_id = secrets.token_hex(16)
+        self.pair = pair
+        self.prefilled: Mapping[str, Any] | None = None  # P's account, once it has given it
+        self._means = means
+        self._call = call
+        self._number = number
+        self._counted = (ExitStack(), ExitStack())
+        self._pieces = self._decode()
+        self._tasks: tuple[asyncio.Task[None], asyncio.Task[Piece]]
+
+    async def __aenter__(self) -> Attempt:
+        for counted, instance in zip(self._counted, (self.pair.prefill, self.pair.decode), strict=True):
+            counted.enter_context(self._means.pool.leg(instance, len(self._call.body)))
+        self._tasks = (asyncio.create_task(self._prefill()), asyncio.create_task(self._first_piece()))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._pieces.aclose()
+        for counted in self._counted:
+            counted.close()
+
+    async def first(self) -> Piece:
+        """D's first piece: from here on this attempt is the answer. Raises LegFailed with the cause, not with its echo.
+
+        An error that only says that the other side is gone is held for 200 ms, in which the other leg may give the cause.
+        """
+        prefill, decode = self._tasks
+        waiting: set[asyncio.Task[Any]] = {prefill, decode}
+        hold: asyncio.Task[None] | None = None
+        echo: LegFailed | None = None
+        try:
+            while True:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if decode in done and decode.exception() is None:
+                    return decode.result()
+                echo = _judge([task for task in (prefill, decode) if task in done], echo)
+                waiting -= done
+                if echo is not None and (hold in done or not waiting & {prefill, decode}):
+                    raise echo
+                if echo is not None and hold is None:
+                    hold = asyncio.create_task(self._means.clock.sleep(ECHO_HOLD_S))
+                    waiting.add(hold)
+        finally:
+            if hold is not None:
+                hold.cancel()
+
+    def rest(self) -> AsyncIterator[Piece]:
+        """The pieces after the first. Raises LegFailed."""
+        return self._pieces
+
+    async def _prefill(self) -> None:
+        pair = self.pair
+        with self._counted[0]:
+            async with self._leg(pair.prefill, peer=pair.decode) as incoming:
+                self.prefilled = check_prefilled(await incoming.whole())
+
+    async def _first_piece(self) -> Piece:
+        return await anext(self._pieces)
+
+    async def _decode(self) -> AsyncGenerator[Piece, None]:
+        pair = self.pair
+        with self._counted[1]:
+            if not self._call.is_stream:
+                async with self._leg(pair.decode, peer=pair.prefill) as incoming:
+                    reply = await incoming.whole()
+                    answer = check_answer(reply)
+                yield Whole(reply.body, finish_reason(answer["choices"]))
+                return
+            async with self._leg(pair.decode, peer=pair.prefill) as incoming:
+                check_stream_head(incoming.headers)
+                async with aclosing(incoming.chunks()) as chunks, aclosing(self._events(chunks)) as groups:
+                    async for events in groups:
+                        yield events
+
+    async def _events(self, chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[list[Event], None]:
+        """Whole events, then LegFailed if the stream did not end with ``[DONE]``."""
+        reader = EventReader()
+        async for chunk in chunks:
+            events = reader.feed(chunk)
+            failure = events[-1].failure if events else None
+            good = events if failure is None else events[:-1]
+            if good:
+                yield good
+            if failure is not None:
+                raise LegFailed(self.pair.decode, failure)
+            if reader.is_over:
+                # read on to the end of the body: closing before it would look like a cancel to the worker
+                await self._trailer(chunks)
+                return
+        reader.end()
+
+    async def _trailer(self, chunks: AsyncGenerator[bytes, None]) -> None:
+        try:
+            await self._means.clock.within(TRAILER_S, _drained(chunks))
+        except (TimeoutError, WorkerCut):
+            return  # the answer is complete
+
+    @asynccontextmanager
+    async def _leg(self, instance: Instance, *, peer: Instance) -> AsyncIterator[Incoming]:
+        """One call whose good head is here; its failure and its good end are reported to the pool."""
+        try:
+            url = instance.target.url + self._call.route
+            async with self._means.workers.open(url, body=self._call.body, headers=self._headers(peer)) as incoming:
+                if incoming.status != 200:
+                    raise LegFailed(instance, error_reply(await incoming.whole()))
+                yield incoming
+        except LegFailed as failed:
+            self._report(failed)
+            raise
+        except LongcatError as error:
+            if isinstance(error, WorkerRefused):
+                self._means.pool.refused(instance)
+            translated = LegFailed(instance, failure_of(error))
+            self._report(translated)
+            raise translated from error
+        self._means.pool.succeeded(instance)
+
+    def _report(self, failed: LegFailed) -> None:
+        role, cause = failed.instance.target.role, failed.failure.cause
+        self._means.metrics.balancer.leg_failures_total(role, cause).inc()
+        if failed.failure.counts:
+            self._means.pool.failed(failed.instance)
+
+    def _headers(self, peer: Instance) -> dict[str, str]:
+        left_ms = int((self._call.deadline - self._means.clock.now()) * 1000)
+        return {
+            **self._call.trace,
+            "content-type": "application/json",
+            "x-request-id": self._call.request_id,
+            "x-longcat-transfer-id": self.transfer_id,
+            "x-longcat-peer": peer.name,
+            "x-longcat-deadline-ms": str(max(left_ms, 1)),
+            "x-longcat-attempt": str(self._number),
+        }
+
+
+def _judge(done: list[asyncio.Task[Any]], echo: LegFailed | None) -> LegFailed | None:
+    """Raise the cause among the legs that have ended, the client's own first; else what is only an echo."""
+    own: list[LegFailed] = []
+    for task in done:
+        error = task.exception()
+        if error is None:
+            continue
+        if not isinstance(error, LegFailed):
+            raise error
+        if error.failure.cause == "peer":
+            echo = echo or error
+        else:
+            own.append(error)
+    if own:
+        raise min(own, key=lambda failed: failed.failure.cause != "client")
+    return echo
+
+
+async def _drained(chunks: AsyncGenerator[bytes, None]) -> None:
+    async for _ in chunks:
+        pass

@@ -1,0 +1,72 @@
+"""The parts of a running balancer, put together once, and who may use which of its routes.
+
+Owns no behaviour of its own: the routes are ``app.py``'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastapi import Request
+
+from longcat_pd.config.schema import LoadBalancerConfig
+from longcat_pd.errors import NotFound
+from longcat_pd.load_balancer.attempt import Means
+from longcat_pd.load_balancer.overview import Overview, Probe, Served
+from longcat_pd.load_balancer.proxy import Proxy
+from longcat_pd.server.intake import KeyRing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """Who may do what. None: ``client`` routes are open, ``admin`` routes do not exist."""
+
+    client: KeyRing | None = None
+    admin: KeyRing | None = None
+
+    @classmethod
+    def load(cls, config: LoadBalancerConfig) -> Keys:
+        """Read the files that are named. Raises ConfigError."""
+        return cls(
+            client=KeyRing.load(config.api_key_file) if config.api_key_file else None,
+            admin=KeyRing.load(config.admin_key_file) if config.admin_key_file else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Face:
+    """Everything that the routes use."""
+
+    means: Means
+    config: LoadBalancerConfig
+    keys: Keys
+    served: Served
+    proxy: Proxy
+    overview: Overview
+    probe: Probe
+
+    @classmethod
+    def of(cls, means: Means, config: LoadBalancerConfig, *, keys: Keys, served: Served) -> Face:
+        """Put the parts together."""
+        proxy = Proxy(means, config)
+        overview, probe = Overview(means, proxy, served), Probe(means, proxy)
+        return cls(means=means, config=config, keys=keys, served=served, proxy=proxy, overview=overview, probe=probe)
+
+    def check_client(self, request: Request) -> None:
+        """Raise AuthenticationFailed unless the request may use the client routes."""
+        if self.keys.client is not None:
+            self.keys.client.check(request)
+
+    def check_admin(self, request: Request) -> None:
+        """Raise NotFound or AuthenticationFailed unless the request may use the admin routes."""
+        if self.keys.admin is None:
+            raise NotFound(f"no route {request.url.path}")
+        self.keys.admin.check(request)
+
+
+def first_key(path: str) -> str:
+    """The key that the balancer shows to workers, which read the same file. Raises ConfigError."""
+    KeyRing.load(path)  # refuses a file that cannot be read or holds no key
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    return next(line.strip() for line in lines if line.strip())

@@ -1,0 +1,94 @@
+"""Requests that workers answer: checked here, before a worker is called, and then relayed.
+
+Knows one client at a time; attempts and retries are ``proxy.py``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fastapi import Request, Response
+
+from longcat_pd.errors import BadWorkerAnswer, DeadlineExceeded
+from longcat_pd.load_balancer.attempt import Call
+from longcat_pd.load_balancer.face import Face
+from longcat_pd.load_balancer.replies import error_reply, is_json
+from longcat_pd.server.errors import ClientGone, Receive, Scope, Send
+from longcat_pd.server.intake import read_bytes, time_limit_of
+from longcat_pd.server.openai import decode_body, read_body
+
+
+async def forward(face: Face, request: Request, body: bytes) -> Response:
+    """A route that a prefill instance answers whole."""
+    instance = face.means.pool.a_prefill()
+    headers = {"content-type": "application/json", "x-request-id": request.scope["state"]["request_id"]}
+    limit_s = time_limit_of(request, face.config.request_timeout_s)
+    fetch = face.means.workers.fetch(instance.target.url + request.url.path, body=body, headers=headers)
+    try:
+        reply = await face.means.clock.within(limit_s, fetch)
+    except TimeoutError:
+        raise DeadlineExceeded("the time of the request is over") from None
+    if reply.status != 200:
+        failure = error_reply(reply)
+        if failure.error is not None:
+            raise failure.error
+        return Response(failure.body, failure.status, dict(failure.headers), media_type="application/json")
+    if not is_json(reply.headers):
+        raise BadWorkerAnswer("a prefill instance answered with something else than JSON")
+    return Response(reply.body, media_type="application/json")
+
+
+class Generation(Response):
+    """A generation request from its key to its last byte: the answer begins when D's does, so it sends itself."""
+
+    def __init__(self, face: Face) -> None:
+        super().__init__()
+        self._face = face
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check, relay, and raise ClientGone if the client did not stay for the end."""
+        face, request = self._face, Request(scope, receive)
+        arrived = face.means.clock.now()
+        face.check_client(request)
+        with face.proxy.admitted():
+            limit_s = time_limit_of(request, face.config.request_timeout_s)
+            body = await read_bytes(request, face.config.max_body_bytes)
+            checked = read_body(request.url.path, decode_body(body), face.served.name)
+            call = Call(
+                route=request.url.path,
+                body=body,
+                request_id=scope["state"]["request_id"],
+                deadline=arrived + limit_s,
+                is_stream=checked.stream,
+                trace={name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers},
+            )
+            progress = await face.proxy.serve(call, _AsgiClient(send), gone=_gone(receive))
+        if progress.cut_by == "client":
+            raise ClientGone
+
+
+class _AsgiClient:
+    """The client behind an ASGI connection."""
+
+    def __init__(self, send: Send) -> None:
+        self.is_started = False
+        self._send = send
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        """Send the head."""
+        self.is_started = True
+        raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def send(self, data: bytes) -> None:
+        """Send a part of the body."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def finish(self, data: bytes = b"") -> None:
+        """Send the last part of the body."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,340 @@
+"""Which instances there are, which of them can serve, how busy they are, and the choice among them.
+
+Owned and written by the balancer's event loop alone. Knows nothing of requests or of HTTP: how ``/ready`` is asked is
+given as a function, and what became of a call is reported by ``proxy.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from longcat_pd import log
+from longcat_pd.clock import BREAKER_FAILURES, BREAKER_OPEN_S, READY_POLL_S, Clock
+from longcat_pd.errors import LongcatError, WorkerUnavailable
+from longcat_pd.load_balancer.workers import WorkerRefused
+from longcat_pd.metrics import Metrics
+
+LegRole = Literal["prefill", "decode"]
+MISSES_OUT = 2  # polls without an answer that put an instance out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """An instance as the configuration names it; ``/ready`` of what answers at ``url`` must say the same."""
+
+    name: str
+    role: LegRole
+    url: str
+    config_digest: str
+
+
+Ask = Callable[[str], Awaitable[Mapping[str, Any]]]
+
+
+class Breaker:
+    """Keeps an instance out of the choice for 10 s after 5 failures of its own in a row, then lets one request try."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._failures = 0
+        self._open_until: float | None = None
+        self._trial_runs = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has opened and no trial has succeeded since."""
+        return self._open_until is not None
+
+    @property
+    def allows(self) -> bool:
+        """Whether a request may be sent now."""
+        return self._open_until is None or (self._clock.now() >= self._open_until and not self._trial_runs)
+
+    def take(self) -> bool:
+        """A request is sent. Whether it is the trial; that one is to be given back with ``release``."""
+        is_trial = self.is_open and not self._trial_runs
+        self._trial_runs = self._trial_runs or is_trial
+        return is_trial
+
+    def release(self) -> None:
+        """The trial ended; if it got no verdict, the next request is a trial."""
+        self._trial_runs = False
+
+    def succeed(self) -> None:
+        """That request was answered well: the row of failures ends, the breaker closes."""
+        self._failures, self._open_until, self._trial_runs = 0, None, False
+
+    def fail(self, *, may_open: bool) -> None:
+        """That request failed through this instance. ``may_open`` is false for the only ready one of a role."""
+        self._failures += 1
+        self._trial_runs = False
+        if self._failures >= BREAKER_FAILURES and may_open:
+            self._open_until = self._clock.now() + BREAKER_OPEN_S
+
+
+class Instance:
+    """What the balancer knows of one instance. Written by ``Pool`` only."""
+
+    def __init__(self, target: Target, clock: Clock) -> None:
+        self.target = target
+        self.breaker = Breaker(clock)
+        self.said: Mapping[str, Any] = {}  # its last answer to /ready
+        self.is_in = False
+        self.is_drained = False  # by an operator, here at the balancer
+        self.out_reason = "starting"
+        self.misses = 0
+        self.open_legs = 0
+        self.open_bytes = 0  # of the bodies of its open legs
+        self.turn = 0  # when it was chosen last, counted in choices
+
+    @property
+    def name(self) -> str:
+        """Its name in the configuration."""
+        return self.target.name
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it may be chosen."""
+        return self.is_in and not self.is_drained
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """What the choice compares: work first, then turns. A prompt's work grows with its bytes, a decode row is one."""
+        return (self.open_bytes if self.target.role == "prefill" else self.open_legs, self.turn)
+
+    @property
+    def reasons(self) -> Sequence[Any]:
+        """Why it is not ready, in its own words where it has given some."""
+        if self.is_drained:
+            return [{"code": "draining", "detail": "taken out at the balancer", "rank": None}]
+        if self.is_in:
+            return []
+        own = self.said.get("reasons")
+        return own if isinstance(own, list) and own else [{"code": self.out_reason, "detail": None, "rank": None}]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One prefill and one decode instance that can hand over to each other."""
+
+    prefill: Instance
+    decode: Instance
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """For logs and answers."""
+        return self.prefill.name, self.decode.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Avoid:
+    """What the attempt before has taught: another pair, by preference without ``blamed``.
+
+    ``same_pair``: the same pair may be tried again when there is no other. ``never``: ``blamed`` is of no use now.
+    """
+
+    pair: Pair
+    blamed: Instance | None = None
+    same_pair: bool = False
+    never: bool = False
+
+
+class Pool:
+    """All instances of the configuration: polls them, counts their load, chooses pairs."""
+
+    def __init__(self, targets: Sequence[Target], *, ask: Ask, clock: Clock, metrics: Metrics) -> None:
+        self.instances = {target.name: Instance(target, clock) for target in targets}
+        self.was_ready = False  # one linked pair has been ready since the start
+        self._ask = ask
+        self._clock = clock
+        self._metrics = metrics
+        self._turns = 0
+        self._complaints: dict[str, str] = {}
+
+    # ------------------------------------------------------------------ health
+
+    async def watch(self) -> None:
+        """Poll every instance each second until cancelled."""
+        await asyncio.gather(*(self._watch(instance) for instance in self.instances.values()))
+
+    async def poll(self, instance: Instance) -> None:
+        """Ask one instance once and draw the conclusion."""
+        try:
+            answer = await self._ask(instance.target.url)
+        except WorkerRefused:
+            self._put_out(instance, "refused")
+        except (LongcatError, TimeoutError):
+            instance.misses += 1
+            if instance.misses >= MISSES_OUT:
+                self._put_out(instance, "silent")
+        else:
+            instance.misses = 0
+            self._hear(instance, answer)
+        if not self.was_ready and self._linked_pairs():
+            self.was_ready = True
+            log.logger().info("ready", instances=[i.name for i in self.instances.values() if i.is_ready])
+
+    def refused(self, instance: Instance) -> None:
+        """A call could not connect: the instance is out until a poll succeeds."""
+        self._put_out(instance, "refused")
+
+    def _hear(self, instance: Instance, answer: Mapping[str, Any]) -> None:
+        expected = {"instance": instance.name, "role": instance.target.role, "config_digest": instance.target.config_digest}
+        wrong = [
+            f"{key} {answer.get(key)!r}, expected {value!r}" for key, value in expected.items() if answer.get(key) != value
+        ]
+        if wrong:
+            complaint = "; ".join(wrong)
+            if self._complaints.get(instance.name) != complaint:
+                log.logger().error("instance_mismatch", target=instance.name, detail=complaint)
+                self._complaints[instance.name] = complaint
+            instance.said = {}
+            self._put_out(instance, "mismatch")
+            return
+        self._complaints.pop(instance.name, None)
+        if instance.said.get("incarnation") not in (None, answer.get("incarnation")):
+            instance.breaker.succeed()  # the failures were another process's
+        instance.said = answer
+        if answer.get("ready") is not True:
+            codes = [str(r.get("code")) for r in instance.reasons if isinstance(r, dict)]
+            self._put_out(instance, ",".join(codes))
+        elif not instance.is_in:
+            instance.is_in = True
+            log.logger().info("instance_in", target=instance.name, incarnation=answer.get("incarnation"))
+        self._show(instance)
+
+    def _put_out(self, instance: Instance, reason: str) -> None:
+        if instance.is_in:
+            log.logger().warning("instance_out", target=instance.name, reason=reason)
+        if reason in ("refused", "silent"):
+            instance.said = {}
+        instance.is_in = False
+        instance.out_reason = reason
+        self._show(instance)
+
+    async def _watch(self, instance: Instance) -> None:
+        while True:
+            await self.poll(instance)
+            await self._clock.sleep(READY_POLL_S)
+
+    def _show(self, instance: Instance) -> None:
+        self._metrics.balancer.instance_ready(instance.name).set(instance.is_ready)
+        self._metrics.balancer.breaker_open(instance.name).set(instance.breaker.is_open)
+
+    # ------------------------------------------------------------------ choice
+
+    def choose(self, avoid: Avoid | None = None) -> Pair:
+        """The least loaded usable pair; equal ones in turn. Raises WorkerUnavailable when there is none."""
+        pairs = self._linked_pairs()
+        # an open breaker only says "rather not": a refusal of everything is worse than the instance's true error
+        pairs = [p for p in pairs if p.prefill.breaker.allows and p.decode.breaker.allows] or pairs
+        if avoid is not None:
+            pairs = _without(pairs, avoid)
+        if not pairs:
+            code = "worker_unavailable" if self.was_ready else "starting"
+            detail = "; ".join(f"{reason['code']}: {reason['detail']}" for reason in self.reasons())
+            raise WorkerUnavailable(
+                f"no usable pair of instances ({detail or 'no other than the one that failed'})", code=code
+            )
+        best = min(pairs, key=lambda pair: (pair.prefill.load, pair.decode.load))
+        self._turns += 1
+        for instance in (best.prefill, best.decode):
+            instance.turn = self._turns
+        return best
+
+    def a_prefill(self) -> Instance:
+        """The least loaded ready prefill instance. Raises WorkerUnavailable."""
+        ready = self.ready("prefill")
+        if not ready:
+            raise WorkerUnavailable(
+                "no prefill instance is ready", code="worker_unavailable" if self.was_ready else "starting"
+            )
+        return min(ready, key=lambda instance: instance.load)
+
+    def ready(self, role: LegRole) -> list[Instance]:
+        """The instances of a role that may be chosen."""
+        return [i for i in self.instances.values() if i.target.role == role and i.is_ready]
+
+    def reasons(self) -> list[dict[str, Any]]:
+        """Why no pair can be chosen; empty when one can."""
+        if self._linked_pairs():
+            return []
+        found = []
+        for role, code in (("prefill", "no_prefill"), ("decode", "no_decode")):
+            instances = [i for i in self.instances.values() if i.target.role == role]
+            if not any(i.is_ready for i in instances):
+                detail = ", ".join(f"{i.name} {'draining' if i.is_drained else i.out_reason}" for i in instances)
+                found.append({"code": code, "detail": detail, "rank": None})
+        return found or [{"code": "no_linked_pair", "detail": "no link between ready instances is up", "rank": None}]
+
+    def _unavailable(self, message: str) -> WorkerUnavailable:
+        return WorkerUnavailable(message, code="worker_unavailable" if self.was_ready else "starting")
+
+    def _linked_pairs(self) -> list[Pair]:
+        return [Pair(p, d) for p in self.ready("prefill") for d in self.ready("decode") if _are_linked(p, d)]
+
+    # ------------------------------------------------------------------ load and verdicts
+
+    @contextmanager
+    def leg(self, instance: Instance, num_bytes: int) -> Iterator[None]:
+        """Count one call as open. To be entered right after ``choose``, without a wait in between."""
+        gauge = self._metrics.balancer.legs_open(instance.target.role)
+        instance.open_legs += 1
+        instance.open_bytes += num_bytes
+        gauge.inc()
+        is_trial = instance.breaker.take()
+        try:
+            yield
+        finally:
+            instance.open_legs -= 1
+            instance.open_bytes -= num_bytes
+            gauge.dec()
+            if is_trial:
+                instance.breaker.release()
+
+    def succeeded(self, instance: Instance) -> None:
+        """A call to it came to its good end."""
+        if instance.breaker.is_open:
+            log.logger().info("breaker_closed", target=instance.name)
+        instance.breaker.succeed()
+        self._show(instance)
+
+    def failed(self, instance: Instance) -> None:
+        """A call to it failed through its own fault."""
+        others = [i for i in self.ready(instance.target.role) if i is not instance]
+        was_open = instance.breaker.is_open
+        instance.breaker.fail(may_open=bool(others))
+        if instance.breaker.is_open and not was_open:
+            log.logger().warning("breaker_opened", target=instance.name, reason=f"{BREAKER_FAILURES} failures in a row")
+        self._show(instance)
+
+    def drain(self, name: str, *, out: bool) -> Instance | None:
+        """Take an instance out of the choice, or put it back. None: there is none of that name."""
+        instance = self.instances.get(name)
+        if instance is not None:
+            instance.is_drained = out
+            self._show(instance)
+        return instance
+
+
+def _are_linked(prefill: Instance, decode: Instance) -> bool:
+    """Both sides say so: after a restart the survivor may still believe in the old link for a poll."""
+    return _link(prefill, decode.name) == _link(decode, prefill.name) == "up"
+
+
+def _link(instance: Instance, peer: str) -> object:
+    peers = instance.said.get("peers")
+    return peers.get(peer) if isinstance(peers, dict) else None
+
+
+def _without(pairs: list[Pair], avoid: Avoid) -> list[Pair]:
+    """Those that the attempt before leaves: others without the blamed instance, else others, else the same if allowed."""
+    others = [p for p in pairs if p != avoid.pair]
+    unblamed = [p for p in others if avoid.blamed not in (p.prefill, p.decode)]
+    if unblamed or avoid.never:
+        return unblamed
+    return others or ([avoid.pair] if avoid.same_pair and avoid.pair in pairs else [])
