@@ -51,22 +51,34 @@ def rope_frequencies(config: dict[str, Any]) -> Tensor:
     return torch.tensor(omegas, dtype=torch.float64)
 
 
-def softmax_scale(config: dict[str, Any]) -> float:
-    sigma = (config["qk_nope_head_dim"] + config["qk_rope_head_dim"]) ** -0.5
+def stretch(config: dict[str, Any], scale: float) -> float:
+    """YaRN's m(scale)."""
     yarn = config.get("rope_scaling")
-    if yarn and yarn["factor"] > 1:
-        sigma *= (0.1 * yarn["mscale_all_dim"] * math.log(yarn["factor"]) + 1) ** 2
-    return sigma
+    return 0.1 * scale * math.log(yarn["factor"]) + 1 if yarn and yarn["factor"] > 1 else 1.0
 
 
-def rotate(x: Tensor, position: int, omegas: Tensor, *, interleaved: bool = True) -> Tensor:
-    """x: [..., d]. Pair (2i, 2i+1), or (i, i + d/2), turns by position * omega_i."""
+def softmax_scale(config: dict[str, Any]) -> float:
+    yarn = config.get("rope_scaling") or {}
+    head_dim = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    return head_dim**-0.5 * stretch(config, yarn.get("mscale_all_dim", 0)) ** 2
+
+
+def rope_magnitude(config: dict[str, Any]) -> float:
+    """What cos and sin are multiplied by."""
+    yarn = config.get("rope_scaling") or {}
+    if "mscale" in yarn and "mscale_all_dim" in yarn:
+        return stretch(config, yarn["mscale"]) / stretch(config, yarn["mscale_all_dim"])
+    return stretch(config, 1)
+
+
+def rotate(x: Tensor, position: int, omegas: Tensor, *, magnitude: float, interleaved: bool = True) -> Tensor:
+    """x: [..., d]. Pair (2i, 2i+1), or (i, i + d/2), turns by position * omega_i and is stretched by ``magnitude``."""
     half = x.shape[-1] // 2
     out = x.clone()
     for i in range(half):
         a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
         angle = position * float(omegas[i])
-        cos, sin = math.cos(angle), math.sin(angle)
+        cos, sin = magnitude * math.cos(angle), magnitude * math.sin(angle)
         out[..., a] = x[..., a] * cos - x[..., b] * sin
         out[..., b] = x[..., b] * cos + x[..., a] * sin
     return out
@@ -77,9 +89,13 @@ def ngram_rows(tokens: Sequence[int], i: int, config: dict[str, Any]) -> list[in
     ratio, order, splits = ngram_fields(config)
     vocab = config["vocab_size"]
     eos = config["eos_token_id"] if isinstance(config["eos_token_id"], list) else [config["eos_token_id"]]
-    window = [tokens[i]]
-    while len(window) < order and i - len(window) >= 0 and tokens[i - len(window)] not in eos:
-        window.append(tokens[i - len(window)])
+    ignored = [range(*map(int, part.split(":"))) for part in config.get("ignored_token_ids", "").split(",") if part]
+    window: list[int] = []
+    for j in range(min(order, i + 1)):
+        token = tokens[i - j]
+        if (j > 0 and token in eos) or any(token in ids for ids in ignored):
+            break
+        window.append(token)
     rows = []
     for b in range(splits * (order - 1)):
         n = b // splits + 2
@@ -112,6 +128,7 @@ class Oracle:
         self.dtype = dtype
         self.weights = {name: tensor.to(dtype) for name, tensor in tensors.items()}
         self.omegas = rope_frequencies(config)
+        self.magnitude = rope_magnitude(config)
         self.sigma = softmax_scale(config)
         self.eps = config["rms_norm_eps"]
         self.lora_eps = config.get("lora_norm_eps", self.eps)
@@ -128,7 +145,8 @@ class Oracle:
         x = torch.stack([self.embed(tokens, i) for i in range(len(tokens))])
         for layer in range(self.config["num_layers"]):
             x = self.layer(layer, x)
-        return rms(x, self.w("model.norm"), self.eps) @ self.w("lm_head").T
+        head = "model.embed_tokens" if self.config.get("tie_word_embeddings") else "lm_head"
+        return rms(x, self.w("model.norm"), self.eps) @ self.w(head).T
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """arg-max tokens, lowest id on ties, not stopping at EOS."""
@@ -176,7 +194,10 @@ class Oracle:
         out = torch.zeros_like(h)
         for e in chosen:
             weight = probs[e] * self.config["routed_scaling_factor"]
-            out += weight * (self.mlp(f"{p}.experts.{e}", h) if e < self.config["n_routed_experts"] else h)
+            if e < self.config["n_routed_experts"]:
+                out += weight * self.mlp(f"{p}.experts.{e}", h)
+            else:  # the two older kinds of zero expert ignore the weight, or contribute nothing
+                out += {"identity": weight, "copy": 1, "drop": 0}[self.config["zero_expert_type"]] * h
         return out
 
     def attention(self, sublayer: int, p: str, x: Tensor) -> Tensor:
@@ -192,11 +213,11 @@ class Oracle:
         if c["mla_scale_kv_lora"]:
             latent = latent * math.sqrt(hidden / c["kv_lora_rank"])
         expanded = (latent @ self.w(f"{p}.kv_b_proj").T).unflatten(-1, (heads, nope + v_dim))
-        k_pe = torch.stack([rotate(k_pe[s], s, self.omegas) for s in range(len(x))])
+        k_pe = torch.stack([self.turn(k_pe[s], s) for s in range(len(x))])
         self.select(sublayer, p, x, u)
         rows = []
         for t in range(len(x)):
-            q_pe = rotate(q[t, :, nope:], t, self.omegas)
+            q_pe = self.turn(q[t, :, nope:], t)
             kept = torch.tensor(self.sets[sublayer, t])
             outs = []
             for h in range(heads):
@@ -204,6 +225,9 @@ class Oracle:
                 outs.append(torch.softmax(self.sigma * scores, dim=0) @ expanded[kept, h, nope:])
             rows.append(torch.cat(outs))
         return torch.stack(rows) @ self.w(f"{p}.o_proj").T
+
+    def turn(self, x: Tensor, position: int, *, interleaved: bool = True) -> Tensor:
+        return rotate(x, position, self.omegas, magnitude=self.magnitude, interleaved=interleaved)
 
     def select(self, sublayer: int, p: str, x: Tensor, u: Tensor) -> None:
         """Fill ``sets`` of a sub-layer: everything, a new selection, or that of the owner before it."""
@@ -229,7 +253,7 @@ class Oracle:
         head_weights = (x @ self.w(f"{p}.weights_proj").T) * heads**-0.5 * dim**-0.5
         for vectors in (iq, ik):
             for t in range(len(x)):
-                vectors[t, ..., :rope] = rotate(vectors[t, ..., :rope], t, self.omegas, interleaved=interleaved)
+                vectors[t, ..., :rope] = self.turn(vectors[t, ..., :rope], t, interleaved=interleaved)
 
         def score(t: int) -> Tensor:
             return sum(head_weights[t, h] * (ik[: t + 1] @ iq[t, h]).clamp(min=0) for h in range(heads))

@@ -69,7 +69,15 @@ def transformers_model(path: Path) -> LongcatFlashForCausalLM:
     return model
 
 
-@pytest.mark.parametrize("overrides", [(), ("moe_topk=12",), (f"rope_scaling={YARN}",)], ids=["plain", "topk 12", "yarn"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param((), id="plain"),
+        pytest.param(("moe_topk=12",), id="topk 12"),
+        pytest.param((f"rope_scaling={YARN}",), id="yarn"),
+        pytest.param((f"rope_scaling={YARN}", "rope_scaling.mscale_all_dim=0.5"), id="yarn with unequal scales"),
+    ],
+)
 def test_chat_logits_equal_transformers(tiny: MakeCheckpoint, overrides: tuple[str, ...]) -> None:
     # transformers norms the lora vectors with 1e-6, whatever rms_norm_eps says.
     path = tiny("chat", "lora_norm_eps=1e-6", *overrides)
