@@ -22,7 +22,7 @@ find_python() {
 
 install() {
   local python log="$venv/install.log"
-  if [[ ! -x "$venv/bin/python" ]]; then
+  if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then  # none yet, or its making was interrupted
     python="$(find_python)"
     echo "making $venv with $("$python" --version)"
     "$python" -m venv "$venv"

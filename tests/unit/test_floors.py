@@ -101,9 +101,8 @@ def imports(file: Path) -> Iterator[str]:
                 full = f"{module}.{alias.name}"
                 yield full if full in MODULES or full in LIBRARIES else module
 
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if (name := f"{node.value.id}.{node.attr}") in LIBRARIES:
-                yield name
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in LIBRARIES:
+            yield ast.unparse(node)
 
 
 def unit(module: str) -> str:

@@ -1,0 +1,37 @@
+"""Figures into the table of docs/benchmarks.md. Knows how they look, not how they were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+BEGIN, END = "<!-- figures: written by `make bench` -->", "<!-- end of figures -->"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One figure: what, ours, theirs (empty: nothing to compare with), ratio and its goal."""
+
+    what: str
+    ours: str
+    other: str = ""
+    ratio: float | None = None
+    goal: str = ""
+
+
+def table(machine: str, rows: Iterable[Row]) -> str:
+    """The figures as Markdown."""
+    lines = [machine, "", "| | ours | compared with | ratio | goal |", "|---|---|---|---|---|"]
+    for row in rows:
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        lines.append(f"| {row.what} | {row.ours} | {row.other} | {ratio} | {row.goal} |")
+    return "\n".join(lines)
+
+
+def write(path: Path, figures: str) -> None:
+    """Put the figures between the two markers of the page; the rest of it stays. The page must have them."""
+    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin and end, f"{path} lacks the markers of the figures"
+    path.write_text(f"{before}{BEGIN}\n\n{figures}\n\n{END}{after}", encoding="utf-8")

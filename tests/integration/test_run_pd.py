@@ -1,0 +1,161 @@
+"""`deploy/run_pd.sh` as an operator uses it: start, ask, look, stop; and nothing is left.
+
+Runs the default topology on ports of its own. The installation itself is not tried here: the script finds an up-to-date
+environment (that of the tests) through its stamp.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from longcat_pd.cluster.processes import kill_sessions
+from longcat_pd.cluster.record import RunFolder, State
+
+ROOT = Path(__file__).parents[2]
+PORTS = ("load_balancer.port=18581", "prefill.instances.0.http_port=18600", "decode.instances.0.http_port=18700")
+READY = "The server is fired up and ready to roll!"
+QUESTION = "你好，请介绍一下自己"
+
+
+class Clone:
+    """A copy of what the script needs, with the tests' environment as its .venv."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        for name in ("deploy", "longcat_pd"):
+            shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", path)
+        (path / ".venv" / "bin").mkdir(parents=True)
+        launcher = path / ".venv" / "bin" / "python"
+        launcher.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        launcher.chmod(0o755)
+        (path / ".venv" / "installed-from").write_text(hashlib.sha256((path / "pyproject.toml").read_bytes()).hexdigest())
+
+    def verb(self, name: str, *rest: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+        command = ["bash", str(self.path / "deploy" / "run_pd.sh"), name, *rest]
+        return subprocess.run(command, cwd=self.path, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder(self.path / ".run" / "local-cpu")
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
+    return Clone(tmp_path_factory.mktemp("clone"))
+
+
+@pytest.fixture(scope="module")
+def shared_memory_before() -> set[Path]:
+    return set(Path("/dev/shm").iterdir())
+
+
+@pytest.fixture(scope="module")
+def running(clone: Clone, shared_memory_before: set[Path]) -> Iterator[State]:
+    settings = [part for item in PORTS for part in ("--set", item)]
+    started = clone.verb("start", *settings, timeout_s=300.0)
+    state = clone.folder.read()
+    try:
+        assert started.returncode == 0, started.stdout + started.stderr
+        assert "curl -X POST http://127.0.0.1:18581/v1/chat/completions" in started.stdout
+        assert state is not None
+        yield state
+    finally:
+        if state is not None:
+            kill_sessions(state.processes)
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": QUESTION}]
+    return {"model": "", "messages": messages, "max_tokens": 24, "temperature": 0.7, **fields}
+
+
+def test_the_printed_curl_is_answered(running: State) -> None:
+    url = f"{running.url}/v1/chat/completions"
+    data = json.dumps(body(stream=False), ensure_ascii=False)
+    command = ["curl", "-sS", "--noproxy", "*", "-X", "POST", url, "-H", "Content-Type: application/json", "-d", data]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    answer = json.loads(done.stdout)
+    assert answer["object"] == "chat.completion"
+    (choice,) = answer["choices"]
+    assert choice["message"]["role"] == "assistant"
+    assert choice["finish_reason"] in ("stop", "length")
+    usage = answer["usage"]
+    assert 1 <= usage["completion_tokens"] <= 24
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+def test_a_stream_is_whole(running: State) -> None:
+    events = []
+    with httpx.Client(timeout=60.0, trust_env=False) as client:
+        call = client.stream("POST", f"{running.url}/v1/chat/completions", json=body(stream=True))
+        with call as response:
+            assert response.status_code == 200
+            assert response.headers["content-type"].startswith("text/event-stream")
+            events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert events[-1] == "[DONE]"
+    chunks = [json.loads(event) for event in events[:-1]]
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert chunks[-1]["choices"][0]["finish_reason"] in ("stop", "length")
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_the_operator_sees_a_ready_cluster(clone: Clone, running: State) -> None:
+    for name in ("p0", "d0"):
+        assert READY in (clone.folder.path / f"{name}.log").read_text(encoding="utf-8")
+    status = clone.verb("status")
+    assert status.returncode == 0, status.stdout
+    assert status.stdout.count(READY) == 2
+    assert "ranks 4/4" in status.stdout
+    assert "ranks 2/2" in status.stdout
+    again = clone.verb("start")
+    assert again.returncode == 2
+    assert "already running" in again.stderr
+    logs = clone.verb("logs", "--lines", "5")
+    assert all(f"{name}.log" in logs.stdout for name in ("p0", "d0", "balancer"))
+
+
+def test_stop_leaves_nothing(clone: Clone, running: State, shared_memory_before: set[Path]) -> None:
+    begun = {process.pid for process in running.processes}
+    stopped = clone.verb("stop")
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    assert not begun & _sessions()
+    for use in running.ports:
+        with socket.socket() as probe:
+            assert probe.connect_ex((use.host, use.port)) != 0, f"{use.purpose} still listens on {use.port}"
+    assert set(Path("/dev/shm").iterdir()) <= shared_memory_before
+    assert clone.folder.read() is None
+    assert clone.verb("status").returncode == 3
+
+
+def test_what_cannot_work_is_refused_before_anything_is_started(clone: Clone) -> None:
+    settings = ["--set", "decode.parallel.kvp_size=5", "--set", "prefill.engine.block_sise=16"]
+    refused = clone.verb("start", *settings)
+    assert refused.returncode == 2
+    assert "error: prefill.engine.block_sise: unknown key" in refused.stderr
+    assert "error: decode.parallel.attn_tp_size=2: differs from decode.parallel.kvp_size=5" in refused.stderr
+    assert clone.folder.read() is None
+
+
+def _sessions() -> set[int]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text(errors="replace").rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if fields[0] != "Z":
+                found.add(int(fields[3]))
+    return found

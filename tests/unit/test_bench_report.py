@@ -1,0 +1,43 @@
+"""The page of figures: only what is between the markers changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from longcat_pd.bench.report import BEGIN, END, Row, table, write
+
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+
+
+def test_figures_replace_figures_and_nothing_else(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"method\n{BEGIN}\nold\n{END}\nend\n")
+    write(page, "new")
+    write(
+        page,
+        table(
+            "a machine",
+            [Row(what="first token", ours="2 ms", other="1 ms", ratio=2.0, goal="≤ 1.25"), Row(what="x", ours="y")],
+        ),
+    )
+    text = page.read_text()
+    assert text.startswith(f"method\n{BEGIN}\n\na machine\n")
+    assert text.endswith(f"| x | y |  |  |  |\n\n{END}\nend\n")
+    assert "| first token | 2 ms | 1 ms | 2.00 | ≤ 1.25 |" in text
+    assert "old" not in text
+    assert "new" not in text
+
+
+def test_a_page_without_markers_is_left_alone(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("nothing here")
+    with pytest.raises(AssertionError, match="lacks the markers"):
+        write(page, "new")
+    assert page.read_text() == "nothing here"
+
+
+def test_our_page_has_them() -> None:
+    text = PAGE.read_text()
+    assert text.index(BEGIN) < text.index(END)
