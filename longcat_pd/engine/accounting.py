@@ -61,7 +61,7 @@ def health(loop: StepLoop) -> Health:
 async def account(loop: StepLoop, clock: Clock, *, transfers: int, request_sockets: int) -> dict[str, Any]:
     """The account of an instance, with the figures of all ranks that answer in time."""
     fresh: dict[int, RankAccounts] = {}
-    if loop.failure is None:
+    if loop.is_running:
         outputs = loop.checkpoint()
         expected = loop.scheduler.room.by_rank()
         try:

@@ -99,6 +99,11 @@ class StepLoop:
         for reports in self.reports.values():
             reports.is_complete.set()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether plans are executed."""
+        return self.failure is None and bool(self._tasks)
+
     def raise_failure(self) -> None:
         """Raise the reason if nothing goes on any more."""
         if self.failure is not None:

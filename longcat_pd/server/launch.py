@@ -1,0 +1,116 @@
+"""Rank processes of one host: started from a forkserver with torch preloaded, watched, told apart from a crash, ended.
+
+The caller names the entry ("module:function") and gives each rank its configuration as one string. Knows nothing of plans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+
+from longcat_pd.clock import Clock
+from longcat_pd.log import logger
+
+KILL_LIMIT_S = 5.0  # a process ends that long after SIGKILL at the latest
+
+_STACKS = signal.SIGUSR1
+_RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # more threads than cores cost a hundredfold
+
+
+class ForkedRanks:
+    """The rank processes of an instance on this host.
+
+    Args:
+        entry: ``module:function`` that is called in each process with its configuration.
+        configs: by rank.
+    """
+
+    def __init__(self, entry: str, configs: Sequence[str], *, clock: Clock) -> None:
+        self._entry = entry
+        self._configs = tuple(configs)
+        self._clock = clock
+        self._processes: list[BaseProcess] = []
+        self._num_running = 0
+        self._all_ended = asyncio.Event()
+
+    def start(self, on_exit: Callable[[int, int], None]) -> None:
+        """Start all. ``on_exit(rank, status)`` is called on the running event loop when one ends."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", self._entry.partition(":")[0], __name__])
+        with _for_children():
+            for rank, config in enumerate(self._configs):
+                process: BaseProcess = context.Process(target=_run_rank, args=(self._entry, config), name=f"rank-{rank}")
+                process.start()
+                self._processes.append(process)
+        self._num_running = len(self._processes)
+        loop = asyncio.get_running_loop()
+        for rank, process in enumerate(self._processes):
+            loop.add_reader(process.sentinel, self._exited, rank, on_exit)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids by rank."""
+        return tuple(p.pid for p in self._processes if p.pid is not None)
+
+    def dump_stacks(self) -> None:
+        """Have every living rank write the stacks of its threads to standard error, which is the instance's log."""
+        for rank, process in enumerate(self._processes):
+            if process.exitcode is None and process.pid is not None:
+                logger().error("rank_stack", rank=rank, pid=process.pid)
+                os.kill(process.pid, _STACKS)
+
+    async def stop(self, grace_s: float) -> None:
+        """Wait so long for those that were told to end, then end them by force."""
+        if not self._num_running:
+            return
+        try:
+            await self._clock.within(grace_s, self._all_ended.wait())
+            return
+        except TimeoutError:
+            for rank, process in enumerate(self._processes):
+                if process.exitcode is None:
+                    logger().warning("rank_killed", rank=rank, pid=process.pid)
+                    process.kill()
+        await self._clock.within(KILL_LIMIT_S, self._all_ended.wait())
+
+    def _exited(self, rank: int, on_exit: Callable[[int, int], None]) -> None:
+        process = self._processes[rank]
+        asyncio.get_running_loop().remove_reader(process.sentinel)
+        process.join()
+        self._num_running -= 1
+        if not self._num_running:
+            self._all_ended.set()
+        on_exit(rank, process.exitcode if process.exitcode is not None else -1)
+
+
+@contextmanager
+def _for_children() -> Iterator[None]:
+    """What processes inherit that are started inside: the ranks' environment, and no terminal signals.
+
+    SIGTERM and SIGINT often reach a whole process group; only the driver acts on them, ranks and forkserver are told by it.
+    """
+    resource_tracker.ensure_running()  # else it starts inside and lifts the block again
+    before = dict(os.environ)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+    os.environ.update(_RANK_ENVIRONMENT)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _run_rank(entry: str, config: str) -> None:
+    """First function of a rank process."""
+    faulthandler.register(_STACKS, all_threads=True)
+    module, _, function = entry.partition(":")
+    vars(importlib.import_module(module))[function](config)

@@ -1,0 +1,194 @@
+"""A serving process from its first signal to its exit status: HTTP beside the start, ready, drain, end.
+
+Owns uvicorn and the signals of the process. Knows an instance only as something to start, to lose and to close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import uvicorn
+
+from longcat_pd.clock import Clock
+from longcat_pd.errors import ConfigError, LongcatError
+from longcat_pd.log import logger
+from longcat_pd.server.gate import Gate
+
+READY = "The server is fired up and ready to roll!"  # scripts wait for these words
+
+STATUS_OK, STATUS_FAULT, STATUS_REFUSED, STATUS_CUT = 0, 1, 2, 3
+
+LAST_BYTES_S = 2.0  # for errors on their way to clients, when everything else has ended
+_BACKLOG = 2048
+
+
+class Instance(Protocol):
+    """What is served."""
+
+    async def start(self) -> None:
+        """Until it can serve. Raises ConfigError for what is refused, another LongcatError for a fault."""
+        ...
+
+    async def failed(self) -> None:
+        """Wait until it cannot go on."""
+        ...
+
+    async def close(self) -> None:
+        """End it; requests that are open end with an error."""
+        ...
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The socket of the HTTP face, before anything else starts. Raises ConfigError when it cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"http_port={port}: cannot listen on {host}: {error.strerror}", param="http_port") from error
+    listener.setblocking(False)
+    return listener
+
+
+async def serve_app(
+    app: Any, listener: socket.socket, instance: Instance, *, gate: Gate, drain_timeout_s: float, clock: Clock
+) -> int:
+    """Serve until a signal or a fault; the exit status of the process."""
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(LAST_BYTES_S),
+    )
+    with _Signals() as signals:
+        face = _Face(config)
+        serving = asyncio.get_running_loop().create_task(face.serve(sockets=[listener]))
+        life = _Life(instance, gate, serving, signals=signals, drain_timeout_s=drain_timeout_s, clock=clock)
+        status = await life.run()
+        face.should_exit = True
+        await serving
+    logger().info("stopped", exit_status=status)
+    return status
+
+
+class _Face(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are not uvicorn's."""
+        yield
+
+
+class _Signals:
+    """SIGTERM and SIGINT: ``first`` asks to drain, ``second`` to end at once."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._arrived)
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    def _arrived(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+class _Life:
+    def __init__(
+        self,
+        instance: Instance,
+        gate: Gate,
+        serving: asyncio.Task[None],
+        *,
+        signals: _Signals,
+        drain_timeout_s: float,
+        clock: Clock,
+    ) -> None:
+        self._instance = instance
+        self._serving = serving
+        self._gate = gate
+        self._signals = signals
+        self._drain_timeout_s = drain_timeout_s
+        self._clock = clock
+
+    async def run(self) -> int:
+        """Start, serve, end; the exit status."""
+        try:
+            started = await _first(self._instance.start(), self._signals.first.wait())
+            status = await self._serve() if started == 0 else STATUS_OK
+        except ConfigError as error:
+            status = refuse(error)
+        except LongcatError as error:
+            logger().error("start_failed", code=error.code, reason=error.message)
+            status = STATUS_FAULT
+        self._gate.drain()
+        self._gate.cut()
+        await self._instance.close()
+        await _first(self._gate.empty(), self._clock.sleep(LAST_BYTES_S))
+        return status
+
+    async def _serve(self) -> int:
+        logger().info("ready")
+        logger().info(READY)
+        ended = await _first(self._instance.failed(), _end_of(self._serving), self._signals.first.wait())
+        return await self._drain() if ended == 2 else STATUS_FAULT
+
+    async def _drain(self) -> int:
+        self._gate.drain()
+        began, num_open = self._clock.now(), self._gate.num_open
+        logger().info("drain_started", open=num_open)
+        ended = await _first(
+            self._instance.failed(),
+            self._gate.empty(),
+            self._signals.second.wait(),
+            self._clock.sleep(self._drain_timeout_s),
+        )
+        num_cut = self._gate.num_open
+        logger().info("drain_finished", open=num_open, cut=num_cut, seconds=self._clock.now() - began)
+        if ended == 0:
+            return STATUS_FAULT
+        return STATUS_CUT if num_cut else STATUS_OK
+
+
+def refuse(error: ConfigError) -> int:
+    """Say on standard error and in the log why there is no start; the exit status."""
+    for line in error.message.splitlines():
+        sys.stderr.write(f"error: {line}\n")
+    logger().error("start_refused", reason=error.message)
+    return STATUS_REFUSED
+
+
+async def _end_of(task: asyncio.Task[None]) -> None:
+    """Wait for a task without taking its part in errors or cancellation."""
+    await asyncio.wait({task})
+
+
+async def _first(*waits: Coroutine[Any, Any, Any]) -> int:
+    """Wait for one of several; its place, the lowest if several end at once. Its error is raised, the others cancelled."""
+    tasks = [asyncio.ensure_future(w) for w in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        place = next(i for i, task in enumerate(tasks) if task.done())
+        tasks[place].result()
+        return place
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
