@@ -16,7 +16,9 @@ _STATUS_ORPHANED = 1
 
 
 class Outbox:
-    """The thread that sends: outputs and events as they come, a heartbeat each second, also while a step computes.
+    """The thread that sends: outputs and events as they come, a heartbeat after a second without any.
+
+    Steps compute on another thread, so a long one does not keep it from beating.
 
     The heartbeat doubles as the look at the parent: an orphan ends itself.
     """

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from longcat_pd.engine import sampler
 from longcat_pd.engine.plan import SlotSampling
 from longcat_pd.engine.sampler import keyed_uniform, sample
 
@@ -103,3 +104,12 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     none, zero = sample(logits.repeat(2, 1), [rule(0.0), rule(0.0, num_logprobs=0)], [0, 0])
     assert none.logprob is None and none.top == ()
     assert zero.logprob is not None and zero.top == ()
+
+
+@pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (0.24, 1), (0.26, 3), (1.0 - 2.0**-53, 3)])
+def test_the_ends_of_the_range_never_meet_an_id_without_probability(
+    monkeypatch: pytest.MonkeyPatch, uniform: float, token: int
+) -> None:
+    monkeypatch.setattr(sampler, "keyed_uniform", lambda rules, positions: np.array([uniform]))
+    logits = torch.tensor([[-torch.inf, math.log(0.25), -torch.inf, math.log(0.75), -torch.inf]])
+    assert sample(logits, [rule()], [0])[0].token_id == token
