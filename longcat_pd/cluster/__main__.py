@@ -29,6 +29,7 @@ DEFAULT_CONFIG = Path("deploy/config/cluster/local-cpu.yaml")
 DEFAULT_CHECKPOINT = Path(".run/models/tiny-2.0")
 READY_LINE = "The server is fired up and ready to roll!"
 LOOK_S = 0.5  # between two looks at /ready; the end of a process is noticed at once
+HELPERS_END_S = 3.0  # what a driver leaves behind ends by itself within this, if it ends at all
 EXIT_OK, EXIT_FAILED, EXIT_REFUSED, EXIT_NOT_RUNNING = 0, 1, 2, 3
 
 
@@ -251,7 +252,7 @@ def _end(folder: RunFolder, state: State, *, drain_s: float) -> int:
     except KeyboardInterrupt:
         _say("interrupted: no more waiting")
     late = [process.name for process in state.alive]
-    killed = kill_sessions(state.processes)
+    killed = kill_sessions(state.processes, grace_s=0.0 if late else HELPERS_END_S)
     if killed:
         _say(f"killed {len(killed)} processes that did not end by themselves: {', '.join(late) or 'ranks left behind'}")
     findings = list(port_findings(state.ports))

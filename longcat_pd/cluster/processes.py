@@ -99,8 +99,9 @@ def send(process: Process, number: signal.Signals) -> None:
                 signal.pidfd_send_signal(fd, number)
 
 
-def kill_sessions(processes: Sequence[Process]) -> list[int]:
-    """Kill what is left of the sessions that these processes lead or led, and wait until it is gone. Returns the ids."""
+def kill_sessions(processes: Sequence[Process], *, grace_s: float = 0.0) -> list[int]:
+    """Kill what is left, after ``grace_s``, of the sessions that these processes lead or led. Returns the ids."""
+    wait_for_end(list(_members(processes)), timeout_s=grace_s, all_of_them=True)
     killed: list[int] = []
     while members := list(_members(processes)):
         for member in members:
