@@ -12,21 +12,18 @@ from longcat_pd.clock import HEARTBEAT_S
 from longcat_pd.engine.plan import Heartbeat, RankAccounts, RankMessage, RankReady, StepOutput
 from longcat_pd.kv_transfer.messages import TransferClosed
 
-_STATUS_ORPHANED = 1
+_STATUS_UNHEARD = 1
 
 
 class Outbox:
     """The thread that sends: outputs and events as they come, a heartbeat after a second without any.
 
     Steps compute on another thread, so a long one does not keep it from beating.
-
-    The heartbeat doubles as the look at the parent: an orphan ends itself.
     """
 
     def __init__(self, endpoint: str, rank: int) -> None:
         self._endpoint = endpoint
         self._rank = rank
-        self._parent = os.getppid()
         self._messages: queue.SimpleQueue[RankMessage | None] = queue.SimpleQueue()
         self._accounts: Callable[[], RankAccounts] = lambda: RankAccounts(rank=rank)
         self._step_id = 0
@@ -57,13 +54,11 @@ class Outbox:
             try:
                 socket.send(codec.encode(message))
             except wire.Unsendable:  # thousands of messages wait: the driver reads no more
-                os._exit(_STATUS_ORPHANED)
+                os._exit(_STATUS_UNHEARD)
         socket.close()
 
     def _next(self) -> RankMessage | None:
         try:
             return self._messages.get(timeout=HEARTBEAT_S)
         except queue.Empty:
-            if os.getppid() != self._parent:
-                os._exit(_STATUS_ORPHANED)
             return Heartbeat(rank=self._rank, step_id=self._step_id, accounts=self._accounts())

@@ -1,7 +1,7 @@
 """A rank process: two threads of its own (steps here, an outbox that owns the output socket) and those of its lanes.
 
-Takes plans in order and answers each; ends when it is told, when a step fails, or when its parent is gone. Knows neither
-role nor requests: what differs between pools is which lanes are attached.
+Takes plans in order and answers each; ends when it is told or when a step fails. (``server/launch.py`` ends it when its
+driver is gone.) Knows neither role nor requests: what differs between pools is which lanes are attached.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
@@ -112,5 +113,14 @@ def _for_children() -> Iterator[None]:
 def _run_rank(entry: str, config: str) -> None:
     """First function of a rank process."""
     faulthandler.register(_STACKS, all_threads=True)
+    threading.Thread(target=_end_with_driver, name="orphan-watch", daemon=True).start()
     module, _, function = entry.partition(":")
     vars(importlib.import_module(module))[function](config)
+
+
+def _end_with_driver() -> None:
+    """Ends this process when the driver is gone; its own parent is the forkserver, which outlives a killed driver."""
+    driver = multiprocessing.parent_process()
+    assert driver is not None, "a rank process is started by a driver"
+    driver.join()
+    os._exit(1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -157,3 +159,34 @@ def test_ranks_run_in_the_class_for_batch_work(instance: Instance) -> None:
     for process in instance.processes:
         assert process.pid is not None
         assert os.sched_getscheduler(process.pid) == os.SCHED_BATCH
+
+
+DRIVER = """
+import asyncio, sys
+from longcat_pd.clock import MonotonicClock
+from longcat_pd.server.launch import ForkedRanks
+
+async def main():
+    ranks = ForkedRanks("longcat_pd.engine.rank:main", [sys.argv[1]], clock=MonotonicClock())
+    ranks.start(print)
+    print(ranks.pids[0], flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_a_rank_ends_with_its_driver(checkpoint: Path) -> None:
+    outputs = wire.BlockingSocket("pull", "tcp://127.0.0.1:*", bind=True)
+    (spec,) = rank_specs(checkpoint, ParallelConfig())
+    spec = replace(spec, plan_endpoint="tcp://127.0.0.1:9", output_endpoint=outputs.endpoint)
+    with subprocess.Popen([sys.executable, "-c", DRIVER, wire.to_json(spec)], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        pid = int(driver.stdout.readline())
+        assert outputs.recv(LIMIT_S) is not None  # it is ready and waits for plans
+        driver.kill()
+        began = time.monotonic()
+        while Path(f"/proc/{pid}").exists():
+            assert time.monotonic() - began < 5.0
+            time.sleep(0.05)
+    outputs.close()
