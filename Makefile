@@ -15,7 +15,7 @@ check: $(STAMP)
 	$(PYTHON) -m ruff format --check longcat_pd tests
 	$(PYTHON) -m ruff check longcat_pd tests
 	$(PYTHON) -m mypy
-	$(PYTEST) tests/unit/test_floors.py
+	$(PYTEST) tests/unit/test_floors.py tests/unit/test_sizes.py
 
 test: $(STAMP)
 	$(PYTEST) -m 'not slow' tests
