@@ -9,6 +9,7 @@ import pytest
 
 from longcat_pd.config.schema import ParallelConfig
 from longcat_pd.engine.plan import Admit, Segment, SlotOutput, SlotSampling, StepOutput, StepPlan
+from longcat_pd.engine.runner import ModelRunner
 from longcat_pd.kv_cache.block_pool import GroupPool
 from longcat_pd.parallel.layout import ParallelLayout
 from longcat_pd.parallel.mesh import Mesh
@@ -116,3 +117,25 @@ def test_variants(tiny: MakeCheckpoint, variant: str, parallel: ParallelConfig) 
 def test_decode_under_context_parallelism(tiny: MakeCheckpoint) -> None:
     """Falls out of one batch builder for both phases."""
     check_equal(tiny("2.0"), ParallelConfig(cp_size=2), NUM_DECODED)
+
+
+def test_company_and_chunks_do_not_matter(tiny: MakeCheckpoint) -> None:
+    """Every sequence alone, its prompt in one piece, says what it says in the batch and in chunks."""
+    path = tiny("2.0")
+    together = single(path, NUM_DECODED)
+    runner = ModelRunner(rank_specs(path, ParallelConfig())[0], Mesh.single())
+    pool = GroupPool(0, 1, 64)
+    step = 0
+    for slot, ids in enumerate(prompts()):
+        alone = admit(pool, 0, ids, block_size=BLOCK_SIZE, room=NUM_DECODED + 1, sampling=samplings()[slot])
+        whole = (Segment(slot=0, start=0, num_tokens=len(ids), is_last=True),)
+        newest = (Segment(slot=0, start=-1, num_tokens=1, is_last=True),)
+        outputs = [runner.execute(StepPlan(step_id=step + 1, phase="prefill", admit=(alone,), segments=whole))]
+        for i in range(NUM_DECODED):
+            outputs.append(runner.execute(StepPlan(step_id=step + 2 + i, phase="decode", segments=newest)))
+        step += NUM_DECODED + 2
+        runner.execute(StepPlan(step_id=step, phase="decode", retire=(0,)))
+        got = answers(outputs)[0]
+        assert [t.token_ids for t in got] == [t.token_ids for t in together[slot]], f"prompt of {len(ids)}"
+        for mine, other in zip(got, together[slot], strict=True):
+            assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
