@@ -6,6 +6,7 @@ which of them they read (WeightSpec). Knows neither torch nor files.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from longcat_pd.config.model import IndexerConfig, ModelConfig
@@ -16,10 +17,31 @@ Shape = tuple[int, ...]
 # nothing reads.
 IGNORABLE_PREFIX = "model.mtp."
 
+# The two families of names for n-gram tables and their projections.
+_TABLE_SPELLINGS = (
+    ("model.oe_embed_tokens{}.weight", "model.ngram_embeddings.embedders.{}.weight"),
+    ("model.oe_embed_proj{}.weight", "model.ngram_embeddings.post_projs.{}.weight"),
+)
+
 
 def is_ignorable(name: str) -> bool:
     """Whether a checkpoint may hold this tensor without anybody reading it."""
     return name.startswith(IGNORABLE_PREFIX)
+
+
+def other_spelling(name: str) -> str | None:
+    """How the other family spells an n-gram tensor; None for all other tensors.
+
+    The config's fields have two spellings as well, and not every file pairs them as the releases do.
+    """
+    number = re.search(r"[0-9]+", name)
+    if number is None:
+        return None
+    for first, second in _TABLE_SPELLINGS:
+        for ours, theirs in ((first, second), (second, first)):
+            if name == ours.format(number[0]):
+                return theirs.format(number[0])
+    return None
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:

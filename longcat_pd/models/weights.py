@@ -10,6 +10,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from safetensors.torch import save_file
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.errors import ConfigError
 from longcat_pd.models.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint, open_checkpoint
-from longcat_pd.models.tensor_names import expected_tensors, is_ignorable
+from longcat_pd.models.tensor_names import expected_tensors, is_ignorable, other_spelling
 from longcat_pd.models.weight_spec import WeightSpec
 
 FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
@@ -39,15 +40,17 @@ def load_weights(specs: Iterable[WeightSpec], path: Path, *, config: ModelConfig
     checkpoint = open_checkpoint(path)
     wanted = list(specs)
     expected = expected_tensors(config)
+    aliases = _aliases(checkpoint, expected)
     problems = _Problems()
     by_shard: dict[str, list[WeightSpec]] = {}
     for spec in wanted:
-        shard = checkpoint.shard_of.get(spec.name)
-        if shard is not None:
-            by_shard.setdefault(shard, []).append(spec)
+        stored = replace(spec, name=aliases.get(spec.name, spec.name))
+        if stored.name in checkpoint.shard_of:
+            by_shard.setdefault(checkpoint.shard_of[stored.name], []).append(stored)
     needed = {name for name in expected if not is_ignorable(name)} | {spec.name for spec in wanted}
-    problems.add("missing", sorted(needed - checkpoint.shard_of.keys()))
-    problems.add("extra", sorted(name for name in checkpoint.shard_of if name not in expected and not is_ignorable(name)))
+    useless = checkpoint.shard_of.keys() - expected.keys() - set(aliases.values())
+    problems.add("missing", sorted(needed - checkpoint.shard_of.keys() - aliases.keys()))
+    problems.add("extra", sorted(name for name in useless if not is_ignorable(name)))
     num_bytes = sum(_read_shard(checkpoint, shard, by_shard[shard], problems) for shard in sorted(by_shard))
     problems.raise_if_any(path)
     return num_bytes
@@ -110,6 +113,16 @@ class _Problems:
             more = f" and {len(items) - MAX_NAMED} more" if len(items) > MAX_NAMED else ""
             parts.append(f"{len(items)} {kind}: {', '.join(items[:MAX_NAMED])}{more}")
         raise ConfigError(f"checkpoint {path} does not fit: {'; '.join(parts)}", param="model.path")
+
+
+def _aliases(checkpoint: Checkpoint, expected: Mapping[str, object]) -> dict[str, str]:
+    """Name in the model -> name in the file, for tensors that the file has under their other spelling only."""
+    aliases = {}
+    for name in checkpoint.shard_of.keys() - expected.keys():
+        ours = other_spelling(name)
+        if ours is not None and ours in expected and ours not in checkpoint.shard_of:
+            aliases[ours] = name
+    return aliases
 
 
 def _read_shard(checkpoint: Checkpoint, shard: str, specs: list[WeightSpec], problems: _Problems) -> int:

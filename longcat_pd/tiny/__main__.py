@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-tokenizer", action="store_true")
     parser.add_argument("--max-shard-bytes", type=int, default=DEFAULT_SHARD_BYTES)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="fields of config.json, such as num_layers=4")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     try:
         write_tiny(
             options.out,

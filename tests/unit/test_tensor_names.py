@@ -7,7 +7,7 @@ import math
 import pytest
 
 from longcat_pd.config.model import ModelConfig
-from longcat_pd.models.tensor_names import draft_tensors, expected_tensors, is_ignorable
+from longcat_pd.models.tensor_names import draft_tensors, expected_tensors, is_ignorable, other_spelling
 
 COMMON = {
     "moe_topk": 12,
@@ -99,3 +99,12 @@ def test_draft_tensors_may_be_there_unused() -> None:
     assert all(is_ignorable(name) for name in draft_tensors(config))
     assert is_ignorable("model.mtp.oe_embed_tokens3.weight")
     assert not any(is_ignorable(name) for name in expected_tensors(config))
+
+
+def test_other_spelling_goes_both_ways() -> None:
+    for name in ("model.oe_embed_tokens12.weight", "model.ngram_embeddings.post_projs.3.weight"):
+        other = other_spelling(name)
+        assert other is not None and other != name
+        assert other_spelling(other) == name
+    for name in ("model.embed_tokens.weight", "model.layers.3.mlps.0.up_proj.weight", "model.mtp.oe_embed_tokens1.weight"):
+        assert other_spelling(name) is None
