@@ -111,6 +111,7 @@ class _Rank:
     accounts: RankAccounts
     ready: RankReady | None = None
     fault: str | None = None
+    status: int | None = None  # of its process, when that has ended
     is_routable: bool = False
     is_silent: bool = False
     is_lost: bool = False
@@ -162,7 +163,7 @@ class ProcessExecutor:
             self._close_sockets()
             raise ConfigError(f"cannot listen: {error}") from error
         self._on_closed, self._on_failure = on_closed, on_failure
-        self._processes.start(lambda rank, status: self._keep(self._last_words(rank, status)))
+        self._processes.start(self._exited)
         self._keep(self._hear_arrivals(self._sockets[0]))
         self._keep(self._hear_messages(self._sockets[1]))
         try:
@@ -271,8 +272,7 @@ class ProcessExecutor:
         if output.fault is not None:
             logger().error("rank_fault", rank=output.rank, step_id=output.step_id, fault=output.fault)
             self._ranks[output.rank].fault = output.fault
-            if self._came_up.is_set():  # else its exit status says what kind of fault it is
-                self._fail(EngineFault(f"rank {output.rank} failed in step {output.step_id}"))
+            self._keep(self._judge_end())
             return
         step = self._steps.get(output.step_id)
         if step is None or output.rank in step.outputs:
@@ -290,13 +290,24 @@ class ProcessExecutor:
 
     # -- watching --------------------------------------------------------------------------------------------------
 
-    async def _last_words(self, rank: int, status: int) -> None:
+    def _exited(self, rank: int, status: int) -> None:
+        self._ranks[rank].status = status
+        self._keep(self._judge_end())
+
+    async def _judge_end(self) -> None:
+        """Ranks have failed or ended: name the cause. One lost rank makes the others fail in their collectives."""
         await self._clock.sleep(LAST_WORDS_S)
-        self._ranks[rank].is_lost = True
-        fault = self._ranks[rank].fault
-        if status == STATUS_CONFIG and fault is not None:
-            self._fail(ConfigError(fault))
-        self._fail(RankLost(f"rank {rank} ended with status {status}"))
+        for rank in self._ranks:
+            rank.is_lost = rank.is_lost or rank.status is not None
+        refused = [r for r in self._ranks if r.status == STATUS_CONFIG and r.fault is not None]
+        mute = [r for r in self._ranks if r.status is not None and r.fault is None]
+        if refused:
+            self._fail(ConfigError(str(refused[0].fault)))
+        elif mute:
+            self._fail(RankLost(f"rank {mute[0].number} ended with status {mute[0].status}"))
+        elif self._came_up.is_set() or all(r.status is not None for r in self._ranks if r.fault is not None):
+            number = next(r.number for r in self._ranks if r.fault is not None)
+            self._fail(EngineFault(f"rank {number} failed"))
 
     async def _watch(self) -> None:
         """Judge silence and overdue steps once for each heartbeat."""

@@ -156,9 +156,14 @@ class StepLoop:
 
     def _submit(self, plan: StepPlan) -> Outputs:
         outputs = self.executor.submit(plan)
-        outputs.add_done_callback(lambda _: self.wake())
+        outputs.add_done_callback(self._answered)
         self._flights.append(_Flight(plan, outputs, self._clock.now()))
         return outputs
+
+    def _answered(self, outputs: Outputs) -> None:
+        if not outputs.cancelled():
+            outputs.exception()  # looked at, so that asyncio does not complain when the loop has ended before it
+        self.wake()
 
     def _closed(self, event: TransferClosed) -> None:
         """A rank's part of a transfer is over."""

@@ -1,0 +1,194 @@
+"""A pencil-and-paper executor: the next token is the last one plus one, and every plan is checked against what ranks know.
+
+It keeps the ranks' own books (slots, blocks of each shard, open pushes, announced arrivals), so a plan that gives a block
+to two sequences, skips a position or retires a stranger fails the test that made it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+
+from longcat_pd.config.schema import EngineConfig, ParallelConfig
+from longcat_pd.engine.executor import OnClosed, OnFailure, RankState
+from longcat_pd.engine.plan import Admit, RankAccounts, RankReady, Segment, SlotOutput, StepOutput, StepPlan
+from longcat_pd.errors import LongcatError
+from longcat_pd.kv_cache.layout import BlockSplit
+from longcat_pd.kv_transfer.messages import Arrival, TransferClosed
+from longcat_pd.wire import unpack
+
+
+@dataclass
+class _Slot:
+    tokens: list[int]
+    prompt_len: int
+    num_computed: int
+    held: set[tuple[int, int]]  # shard, block
+    push: str | None
+
+
+@dataclass
+class Pencil:
+    """``auto``: plans are executed in the next turn of the event loop; else by ``step``."""
+
+    config: EngineConfig
+    parallel: ParallelConfig
+    auto: bool = True
+    plans: list[StepPlan] = field(default_factory=list)
+    slots: dict[int, _Slot] = field(default_factory=dict)
+    arrivals: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
+    pushes: dict[str, set[tuple[int, int]]] = field(default_factory=dict)  # open ones, and what they read
+    waiting: deque[tuple[StepPlan, asyncio.Future[tuple[StepOutput, ...]]]] = field(default_factory=deque)
+    silent: set[int] = field(default_factory=set)
+    miscount: dict[int, int] = field(default_factory=dict)  # by rank: live blocks that it reports wrongly
+    fault_at: int = 0
+    is_closed: bool = False
+    _on_closed: OnClosed = lambda event: None
+    _on_failure: OnFailure = lambda error: None
+
+    # -- the protocol
+
+    async def start(self, on_closed: OnClosed, on_failure: OnFailure) -> tuple[RankReady, ...]:
+        self._on_closed, self._on_failure = on_closed, on_failure
+        return tuple(
+            RankReady(
+                rank=r, load_s=0.0, weight_bytes=0, num_blocks=self.config.num_blocks, cache_entries=(),
+                model_digest="", accounts=self.accounts(r),
+            )
+            for r in range(self.parallel.world_size)
+        )  # fmt: skip
+
+    def submit(self, plan: StepPlan) -> asyncio.Future[tuple[StepOutput, ...]]:
+        future: asyncio.Future[tuple[StepOutput, ...]] = asyncio.get_running_loop().create_future()
+        self.plans.append(plan)
+        self.waiting.append((plan, future))
+        if self.auto:
+            asyncio.get_running_loop().call_soon(self.step)
+        return future
+
+    def rank_states(self) -> tuple[RankState, ...]:
+        return tuple(
+            RankState(r, "silent" if r in self.silent else "ok", 0.0, None, self.accounts(r))
+            for r in range(self.parallel.world_size)
+        )
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+    # -- what a test does
+
+    def step(self) -> StepPlan:
+        """Execute the oldest plan."""
+        plan, future = self.waiting.popleft()
+        slots = self._execute(plan)
+        if plan.step_id == self.fault_at:
+            future.set_exception(RuntimeError("the pencil broke"))
+            return plan
+        future.set_result(
+            tuple(
+                StepOutput(step_id=plan.step_id, rank=r, slots=slots if r == 0 else (), accounts=self.accounts(r))
+                for r in range(self.parallel.world_size)
+            )
+        )
+        return plan
+
+    def lose(self, error: LongcatError) -> None:
+        """A rank is lost."""
+        self._on_failure(error)
+        for _, future in self.waiting:
+            future.set_exception(error)
+        self.waiting.clear()
+
+    def close_transfer(self, transfer_id: str, *, ok: bool = True, ranks: range | None = None) -> None:
+        """Ranks report the end of a transfer; its blocks are read and written no more."""
+        ranks = ranks if ranks is not None else range(self.parallel.world_size)
+        if ranks.stop == self.parallel.world_size:
+            self.pushes.pop(transfer_id, None)
+        for rank in ranks:
+            self._on_closed(TransferClosed(transfer_id=transfer_id, rank=rank, ok=ok))
+
+    @property
+    def num_shards(self) -> int:
+        return self.parallel.cp_size * self.parallel.kvp_size
+
+    def accounts(self, rank: int) -> RankAccounts:
+        shard = rank % self.num_shards
+
+        def count(groups: list[set[tuple[int, int]]]) -> int:
+            return sum(1 for blocks in groups for s, _ in blocks if s == shard)
+
+        live = [s.held for s in self.slots.values()]
+        late = [b for t, b in self.pushes.items() if t not in {s.push for s in self.slots.values()}]
+        return RankAccounts(
+            rank=rank,
+            blocks_total=self.config.num_blocks - 1,
+            blocks_live=count(live) + self.miscount.get(rank, 0),
+            blocks_reserved=count(list(self.arrivals.values())),
+            blocks_quarantined=count(late),
+            slots_total=self.config.max_num_seqs,
+            slots_used=len(self.slots),
+        )
+
+    # -- the ranks
+
+    def _execute(self, plan: StepPlan) -> tuple[SlotOutput, ...]:
+        for slot in plan.retire:
+            del self.slots[slot]
+        for transfer in plan.drop:
+            del self.arrivals[transfer]
+        for arrival in plan.arrivals:
+            self._announce(arrival)
+        for admit in plan.admit:
+            self._admit(admit)
+        assert len({s.slot for s in plan.segments}) == len(plan.segments)
+        outputs = [self._compute(plan, s) for s in plan.segments]
+        return tuple(o for o in outputs if o is not None)
+
+    def _held(self, blocks: bytes, split_start: int) -> set[tuple[int, int]]:
+        split = BlockSplit(self.num_shards, self.config.block_size, split_start)
+        ids = unpack(blocks)
+        held = {(split.rank_of(number), block) for number, block in enumerate(ids)}
+        assert len(held) == len(ids), "a block twice in one sequence"
+        assert all(0 < block < self.config.num_blocks for _, block in held)
+        return held
+
+    def _check_free(self, blocks: set[tuple[int, int]]) -> None:
+        for other in [*(s.held for s in self.slots.values()), *self.arrivals.values(), *self.pushes.values()]:
+            assert not blocks & other, f"blocks {blocks & other} belong to another sequence"
+
+    def _announce(self, arrival: Arrival) -> None:
+        blocks = self._held(arrival.blocks, arrival.split_start)
+        self._check_free(blocks)
+        self.arrivals[arrival.transfer_id] = blocks
+
+    def _admit(self, admit: Admit) -> None:
+        assert admit.slot not in self.slots and 0 <= admit.slot < self.config.max_num_seqs
+        blocks = self._held(admit.blocks, admit.split_start)
+        if admit.arrival is not None:
+            assert self.arrivals.pop(admit.arrival) == blocks
+            assert admit.num_computed == admit.prompt_len == len(unpack(admit.token_ids)) - 1
+        else:
+            assert admit.num_computed == 0 and admit.prompt_len == len(unpack(admit.token_ids))
+        self._check_free(blocks)
+        push = admit.push.transfer_id if admit.push else None
+        if push:
+            self.pushes[push] = blocks
+        self.slots[admit.slot] = _Slot(list(unpack(admit.token_ids)), admit.prompt_len, admit.num_computed, blocks, push)
+
+    def _compute(self, plan: StepPlan, segment: Segment) -> SlotOutput | None:
+        state = self.slots[segment.slot]
+        if plan.phase == "prefill":
+            assert segment.start == state.num_computed, "a segment starts where the last one ended"
+            state.num_computed += segment.num_tokens
+            assert segment.is_last == (state.num_computed == state.prompt_len)
+            assert segment.is_last or state.num_computed % self.config.block_size == 0
+        else:
+            assert (segment.start, segment.num_tokens, segment.is_last) == (-1, 1, True)
+            assert state.num_computed == len(state.tokens) - 1, "decoding before the prompt is computed"
+            state.num_computed += 1
+        assert state.num_computed <= len(state.held) * self.config.block_size
+        if not segment.is_last:
+            return None
+        state.tokens.append(state.tokens[-1] + 1)
+        return SlotOutput(slot=segment.slot, token_ids=(state.tokens[-1],))

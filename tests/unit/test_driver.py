@@ -1,0 +1,365 @@
+"""The engine's verbs on a pencil-and-paper executor: tokens, limits, cancelling at every moment, loss, accounts."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from longcat_pd.config.schema import ParallelConfig
+from longcat_pd.engine.request import FinishReason, TokenOutput
+from longcat_pd.errors import DeadlineExceeded, EngineFault, InvalidRequest, Overloaded, RankLost, WorkerUnavailable
+from tests.manual_clock import settle
+from tests.unit.engine_rig import Rig, ids, request, rig
+
+
+async def test_tokens_and_the_reasons_to_stop() -> None:
+    async with rig() as r:
+        length = await r.answer(request([5, 6, 7], 3))
+        assert ids(length) == [8, 9, 10]
+        assert length[-1].finish is FinishReason.LENGTH and not any(d.finish for d in length[:-1])
+        eos = await r.answer(request([17], 9))
+        assert ids(eos) == [18, 19, 20]
+        assert (eos[-1].finish, eos[-1].matched_stop_token) == (FinishReason.STOP, None)
+        ignored = await r.answer(request([17], 4, ignore_eos=True))
+        assert ids(ignored) == [18, 19, 20, 21] and ignored[-1].finish is FinishReason.LENGTH
+        stop = await r.answer(request([30], 9, stop_token_ids=(33,), ignore_eos=True))
+        assert ids(stop) == [31, 32, 33]
+        assert (stop[-1].finish, stop[-1].matched_stop_token) == (FinishReason.STOP, 33)
+        last_is_stop = await r.answer(request([18], 2))
+        assert last_is_stop[-1].finish is FinishReason.STOP
+        one = await r.answer(request([1], 1))
+        assert ids(one) == [2] and one[-1].finish is FinishReason.LENGTH
+        await r.assert_idle()
+
+
+async def test_many_at_once_answer_as_if_alone() -> None:
+    async with rig(max_queued_requests=64) as r:
+        asked = [request(list(range(100 * i, 100 * i + n)), 5) for i, n in enumerate((1, 3, 4, 5, 8, 9, 20, 31, 2, 17), 1)]
+        answers = await asyncio.gather(*(r.answer(a) for a in asked))
+        for a, deltas in zip(asked, answers, strict=True):
+            last = a.prompt_token_ids[-1]
+            assert ids(deltas) == [last + k for k in range(1, 6)]
+        decode_sizes = [len(p.segments) for p in r.pencil.plans if p.phase == "decode" and p.segments]
+        assert max(decode_sizes) > 1, "rows are batched"
+        await r.assert_idle()
+
+
+async def test_timings_come_from_the_life_events() -> None:
+    async with rig(auto=False) as r:
+        task = asyncio.create_task(r.answer(request([5], 2)))
+        await r.clock.advance(0.5)
+        r.pencil.step()
+        await r.clock.advance(0.25)
+        r.pencil.step()
+        deltas = await task
+        assert deltas[-1].timings_ms == {
+            "queue": 0.0, "prefill": 500.0, "first_token": 500.0, "decode": 250.0, "total": 750.0,
+        }  # fmt: skip
+
+
+async def test_a_full_house_refuses_in_time_and_serves_in_order() -> None:
+    async with rig(auto=False, max_num_seqs=1, max_queued_requests=2) as r:
+        running = asyncio.create_task(r.answer(request([5], 2)))
+        await settle()
+        served: list[str] = []
+
+        async def wait_in_line(name: str) -> None:
+            async with r.engine.reserve(request([5], name=name), 8):
+                served.append(name)
+
+        lines = [asyncio.create_task(wait_in_line(n)) for n in ("a", "b")]
+        await settle()
+        with pytest.raises(Overloaded, match="2 requests are waiting"):
+            await r.answer(request([9]))
+        r.pencil.step()
+        await settle()
+        r.pencil.step()
+        await settle()
+        assert ids(await running) == [6, 7]
+        await asyncio.gather(*lines)
+        assert served == ["a", "b"]
+        await r.assert_idle()
+
+
+async def test_no_room_within_the_queue_time_is_overloaded() -> None:
+    async with rig(auto=False, max_num_seqs=1, queue_timeout_s=60.0) as r:
+        running = asyncio.create_task(r.answer(request([5], 2)))
+        await settle()
+        waiting = asyncio.create_task(r.answer(request([9])))
+        await r.clock.advance(59.0)
+        assert not waiting.done()
+        await r.clock.advance(1.5)
+        with pytest.raises(Overloaded) as refused:
+            await waiting
+        assert 1 <= (refused.value.retry_after_s or 0) <= 30
+        running.cancel()
+        await settle()
+        await r.assert_idle()
+
+
+async def test_a_large_request_is_not_starved_by_small_ones() -> None:
+    async with rig(num_blocks=17, max_num_seqs=4, max_queued_requests=64) as r:
+        order: list[str] = []
+
+        async def ask(name: str, num_tokens: int) -> None:
+            async with r.engine.reserve(request([5], name=name), num_tokens):
+                order.append(name)
+                await r.clock.sleep(1.0)
+
+        tasks = [asyncio.create_task(ask("small", 8)) for _ in range(2)]
+        tasks.append(asyncio.create_task(ask("large", 60)))
+        tasks += [asyncio.create_task(ask("late", 8)) for _ in range(8)]
+        await settle()
+        assert order == ["small", "small"], "the ones behind the large one wait with it"
+        await r.clock.advance(1.0)
+        assert order == ["small", "small", "large"]
+        await r.clock.advance(10.0)
+        await asyncio.gather(*tasks)
+        assert order[3:] == ["late"] * 8
+        await r.assert_idle()
+
+
+async def test_what_can_never_fit_is_the_clients_error() -> None:
+    async with rig(num_blocks=9) as r:
+        with pytest.raises(InvalidRequest) as refused:
+            await r.answer(request([5] * 30, 10))
+        assert refused.value.code == "context_length_exceeded"
+        await r.assert_idle()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
+async def test_the_deadline_ends_a_request_in_every_phase(num_steps: int) -> None:
+    async with rig(auto=False) as r:
+        task = asyncio.create_task(r.answer(request(list(range(40, 52)), 9, deadline=r.clock.now() + 5.0)))
+        await settle()
+        for _ in range(num_steps):
+            r.pencil.step()
+            await settle()
+        await r.clock.advance(4.9)
+        assert not task.done()
+        await r.clock.advance(0.2)
+        with pytest.raises(DeadlineExceeded):
+            await task
+        await r.assert_idle()
+
+
+async def _standalone(r: Rig) -> None:
+    await r.answer(request(list(range(40, 60)), 4))
+
+
+async def _prefill_role(r: Rig) -> None:
+    acknowledged = asyncio.Event()
+    task = asyncio.create_task(r.prefill(request(list(range(40, 60))), "t", acknowledged))
+    try:
+        while "t" not in r.pencil.pushes:
+            await settle(1)
+        for rank in range(r.pencil.parallel.world_size):
+            await asyncio.sleep(0)
+            r.pencil.close_transfer("t", ranks=range(rank, rank + 1))
+        acknowledged.set()
+        await task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _decode_role(r: Rig) -> None:
+    task = asyncio.create_task(r.receive(request(list(range(40, 60)), 4), "t", TokenOutput(60)))
+    try:
+        while "t" not in r.pencil.arrivals:
+            await settle(1)
+        r.pencil.close_transfer("t")
+        await task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize("role", [_standalone, _prefill_role, _decode_role])
+@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(pp_size=2, cp_size=2), ParallelConfig(kvp_size=3)])
+async def test_cancelled_at_every_turn_of_the_loop_all_blocks_come_back(
+    role: Callable[[Rig], asyncio.Future[None]], parallel: ParallelConfig
+) -> None:
+    """After k turns of the event loop, for every k until the request has ended by itself."""
+    for turns in range(400):
+        async with rig(parallel=parallel) as r:
+            other = asyncio.create_task(r.answer(request([70, 71], 3)))
+            task = asyncio.create_task(role(r))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            was_done = task.done()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert ids(await other) == [72, 73, 74]
+            await settle()
+            for transfer in list(r.pencil.pushes):
+                r.pencil.close_transfer(transfer, ok=False)
+            await r.assert_idle()
+            if was_done:
+                assert turns > 10
+                return
+    pytest.fail("the request never ended")
+
+
+async def test_cancel_and_last_token_in_one_turn() -> None:
+    for cancel_first in (True, False):
+        async with rig(auto=False) as r:
+            task = asyncio.create_task(r.answer(request([5], 1)))
+            await settle()
+            if cancel_first:
+                task.cancel()
+                r.pencil.step()
+            else:
+                r.pencil.step()
+                task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await r.assert_idle()
+
+
+async def test_blocks_of_an_unfinished_push_are_nobodys_until_all_ranks_are_quiet() -> None:
+    async with rig(num_blocks=6, parallel=ParallelConfig(pp_size=2)) as r:
+        task = asyncio.create_task(r.prefill(request([5] * 20), "t", asyncio.Event()))
+        await settle()
+        task.cancel()
+        await settle()
+        assert any("t" in p.cancel_push for p in r.pencil.plans)
+        follower = asyncio.create_task(r.answer(request([9], 2)))
+        await settle()
+        assert not follower.done(), "its blocks are in quarantine"
+        assert (await r.engine.accounting())["mismatch"] == []
+        r.pencil.close_transfer("t", ok=False, ranks=range(1))
+        await settle()
+        assert not follower.done(), "one rank is not quiet yet"
+        r.pencil.close_transfer("t", ok=False, ranks=range(1, 2))
+        assert ids(await follower) == [10, 11]
+        await r.assert_idle()
+
+
+async def test_a_push_that_the_ranks_never_heard_of_needs_no_quarantine() -> None:
+    async with rig(auto=False, max_num_batched_tokens=4) as r:
+        first = asyncio.create_task(r.answer(request([5] * 8, 1)))
+        await settle()
+        task = asyncio.create_task(r.prefill(request([5] * 8), "t", asyncio.Event()))
+        await settle()
+        task.cancel()
+        await settle()
+        first.cancel()
+        await settle()
+        await r.assert_idle()
+        assert all(not p.cancel_push for p in r.pencil.plans)
+
+
+async def test_a_decode_side_that_is_over_with_the_first_token_never_admits() -> None:
+    async with rig() as r:
+        task = asyncio.create_task(r.receive(request([18, 19], 9), "t", TokenOutput(20)))
+        await settle()
+        r.pencil.close_transfer("t")
+        deltas = await task
+        assert ids(deltas) == [20] and deltas[-1].finish is FinishReason.STOP
+        assert not any(p.admit for p in r.pencil.plans)
+        await r.assert_idle()
+
+
+async def test_one_failed_rank_is_enough_to_know_that_a_transfer_failed() -> None:
+    async with rig(parallel=ParallelConfig(kvp_size=3)) as r:
+        task = asyncio.create_task(r.receive(request([5, 6]), "t", TokenOutput(7)))
+        await settle()
+        r.pencil.close_transfer("t", ok=False, ranks=range(1, 2))
+        with pytest.raises(AssertionError, match="ok=False"):
+            await task
+        await r.assert_idle()
+
+
+async def test_a_lost_rank_ends_every_request_with_the_cause() -> None:
+    async with rig(auto=False, max_num_seqs=2) as r:
+        tasks = [asyncio.create_task(r.answer(request([5], 2))) for _ in range(3)]
+        tasks.append(asyncio.create_task(r.receive(request([5], 2), "t", TokenOutput(6))))
+        await settle()
+        r.pencil.lose(RankLost("rank 0 ended with status -9"))
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(result, RankLost)
+        with pytest.raises(RankLost):
+            await r.answer(request([5]))
+        await asyncio.wait_for(r.engine.failed(), 1.0)
+        health = r.engine.health()
+        assert health.is_lost and health.reasons[0]["code"] == "rank_lost"
+
+
+async def test_a_defect_ends_every_request_and_shows_no_inside() -> None:
+    async with rig(auto=False) as r:
+        r.pencil.fault_at = 1
+        task = asyncio.create_task(r.answer(request([5], 2)))
+        await settle()
+        r.pencil.step()
+        with pytest.raises(EngineFault) as fault:
+            await task
+        assert "pencil" not in fault.value.message
+        assert r.engine.health().is_lost
+
+
+async def test_closing_ends_what_is_open_as_draining() -> None:
+    async with rig(auto=False) as r:
+        task = asyncio.create_task(r.answer(request([5], 2)))
+        await settle()
+        await r.engine.close()
+        with pytest.raises(WorkerUnavailable) as gone:
+            await task
+        assert gone.value.code == "draining" and r.pencil.is_closed
+        assert not r.engine.health().is_lost
+
+
+async def test_accounts_show_what_is_held_and_what_differs() -> None:
+    async with rig(auto=False, parallel=ParallelConfig(kvp_size=2)) as r:
+        task = asyncio.create_task(r.answer(request([5] * 9, 3)))
+        await settle()
+        r.pencil.step()
+        await settle()
+        r.pencil.miscount = {1: -1}
+        asking = asyncio.create_task(r.engine.accounting(transfers=1, request_sockets=2))
+        await settle()
+        r.pencil.step()
+        r.pencil.step()
+        account = await asking
+        assert account["driver"] == {
+            "requests_waiting": 0, "requests_running": 1, "transfers": 1, "request_sockets": 2,
+        }  # fmt: skip
+        assert not account["idle"]
+        assert account["mismatch"] == ["rank 1: blocks.live is 0, the driver says 1"]
+        assert account["ranks"][0]["blocks"]["live"] == 2
+        assert account["outstanding"] == 1 + 1 + 2 + 2 + 2
+        task.cancel()
+        await settle()
+
+
+async def test_ranks_that_do_not_answer_in_two_seconds_are_shown_as_last_heard() -> None:
+    async with rig(auto=False) as r:
+        r.pencil.silent = {0}
+        asking = asyncio.create_task(r.engine.accounting())
+        await r.clock.advance(1.9)
+        assert not asking.done()
+        await r.clock.advance(0.2)
+        account = await asking
+        assert not account["idle"] and account["ranks"][0]["silent"]
+        assert r.engine.health().reasons[0] == {"code": "rank_silent", "detail": "no heartbeat for 0.0 s", "rank": 0}
+
+
+async def test_gauges_follow_the_room() -> None:
+    async with rig(auto=False) as r:
+        task = asyncio.create_task(r.answer(request([5] * 6, 3)))
+        await settle()
+        text = r.metrics.render().decode()
+        assert 'longcat_pd_sequences{instance="s0",role="standalone",state="running"} 1.0' in text
+        assert 'longcat_pd_blocks{instance="s0",role="standalone",state="live"} 3.0' in text
+        assert 'longcat_pd_slots{instance="s0",role="standalone",state="free"} 3.0' in text
+        task.cancel()
+        await settle()
+
+
+def test_a_driver_knows_no_torch() -> None:
+    code = "import sys; import longcat_pd.engine.driver; import longcat_pd.server.launch; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
