@@ -9,7 +9,7 @@ Every wait ends with what it waits for, the request's deadline or the failure of
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -120,7 +120,7 @@ class Engine:
         """Replace the provisional request of an offer by that of the leg that has come (equal prompt)."""
         self._scheduler.attach(seq, request)
 
-    async def decode(self, seq: Sequence, first: TokenOutput) -> AsyncIterator[Delta]:
+    async def decode(self, seq: Sequence, first: TokenOutput) -> AsyncGenerator[Delta, None]:
         """Generate behind ``first``, which is the first delta; ends with the delta that has ``finish``.
 
         A sequence with an announced arrival is admitted here, with its prompt computed.

@@ -170,7 +170,7 @@ class ArrivalLanes:
             if incoming is None:
                 self._closed_keys.pop(header.key, None)
             elif not header.ok:
-                self._close(incoming, f"aborted: given up by {source.instance} rank {source.rank}")
+                self._close(incoming, f"peer_aborted: given up by {source.instance} rank {source.rank}")
             elif incoming.missing[source.rank]:
                 lost = incoming.missing[source.rank]
                 self._close(

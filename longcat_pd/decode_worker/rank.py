@@ -1,0 +1,35 @@
+"""Entry of a decode rank process: the rank loop of every pool, with lanes that receive attached."""
+
+from __future__ import annotations
+
+from longcat_pd import wire
+from longcat_pd.config.schema import RankSpec
+from longcat_pd.engine.handover import Lanes
+from longcat_pd.engine.rank import run_rank
+from longcat_pd.errors import ConfigError
+from longcat_pd.kv_cache.storage import KVCache
+from longcat_pd.kv_transfer.arrival import ArrivalLanes
+from longcat_pd.kv_transfer.hello import LANE_PORT_OFFSET
+from longcat_pd.kv_transfer.process_group import GlooListener
+from longcat_pd.kv_transfer.push import LaneOptions, Report
+from longcat_pd.kv_transfer.transport import LaneEnd
+
+_STORE_TIMEOUT_S = 60.0  # rank 0 serves the store; the others may be here before it
+
+
+def main(config: str) -> None:
+    """Run the rank that ``config``, a RankSpec as JSON, describes."""
+    run_rank(wire.from_json(RankSpec, config), arrival_lanes)
+
+
+def arrival_lanes(spec: RankSpec, cache: KVCache, report: Report) -> Lanes:
+    """The lanes of this rank. Raises ConfigError for a transport that does not leave a process."""
+    instance = spec.instance
+    if instance.transfer.transport != "process_group":
+        raise ConfigError(f"transfer.transport={instance.transfer.transport}: prefill and decode are two processes")
+    me = LaneEnd(instance.name, spec.incarnation, spec.rank)
+    address = (instance.host, instance.http_port + LANE_PORT_OFFSET)
+    listener = GlooListener(me, address, _STORE_TIMEOUT_S)
+    options = LaneOptions(digest=instance.transfer.digest, timeout_s=instance.transfer.timeout_s)
+    lanes = ArrivalLanes(me, instance.parallel.kvp_size, cache=cache, listener=listener, options=options, report=report)
+    return None, lanes

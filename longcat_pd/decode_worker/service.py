@@ -1,0 +1,158 @@
+"""The decode role: make room for an offered prompt, wait for its cache and its first token, decode.
+
+Knows the engine's verbs and the receiving side of a hand-over; no HTTP and no ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
+from typing import Any
+
+from longcat_pd.config.schema import InstanceSpec, Role
+from longcat_pd.engine.driver import Engine
+from longcat_pd.engine.request import Delta, Event, Request, SamplingParams, TokenOutput, TransferRef
+from longcat_pd.engine.sequence import Sequence
+from longcat_pd.kv_cache.layout import BlockSplit
+from longcat_pd.kv_transfer.messages import Arrival, Grant, Hello
+from longcat_pd.kv_transfer.offers import IncomingTransfer, Offers
+from longcat_pd.metrics import TransferMetrics
+from longcat_pd.server.service import Readiness
+from longcat_pd.wire import pack, unpack
+
+
+class DecodeService:
+    """``Service`` of a decode instance.
+
+    Args:
+        hello: what this instance says of itself; names its incarnation.
+        now: the clock of deadlines.
+    """
+
+    def __init__(
+        self,
+        spec: InstanceSpec,
+        hello: Hello,
+        *,
+        engine: Engine,
+        offers: Offers,
+        now: Callable[[], float],
+        metrics: TransferMetrics,
+    ) -> None:
+        self.name = spec.name
+        self.role: Role = spec.role
+        self.model = spec.model
+        self.engine_config = spec.engine
+        self._spec = spec
+        self._hello = hello
+        self._engine = engine
+        self._offers = offers
+        self._now = now
+        self._metrics = metrics
+
+    async def adopt(self, transfer: TransferRef, deadline: float, sampling: SamplingParams) -> Request:
+        """The request of an offer, with the sampling of this leg."""
+        incoming = await self._offers.expect(transfer.id, peer=transfer.peer, deadline=deadline)
+        offer = incoming.offer
+        return Request(
+            request_id=offer.request_id,
+            prompt_token_ids=tuple(unpack(offer.token_ids)),
+            sampling=replace(sampling, max_tokens=offer.max_tokens, seed=offer.seed),
+            deadline=deadline,
+            transfer=transfer,
+        )
+
+    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+        """Reserve, grant, wait for the cache and the commit, acknowledge, decode."""
+        assert request.transfer is not None, "a request of ``adopt``"
+        num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
+        async with AsyncExitStack() as held:
+            async with self._offers.take(request.transfer.id, peer=request.transfer.peer) as transfer:
+                seq = await transfer.during(held.enter_async_context(self._engine.reserve(request, num_tokens)))
+                self._engine.announce(seq, self._arrival(seq, transfer))
+                transfer.grant(self._grant(seq, transfer))
+                self._engine.stamp(seq, Event.GRANTED)
+                first = await self._arrived(seq, transfer)
+                transfer.acknowledge()
+            async with aclosing(self._engine.decode(seq, first)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    def readiness(self) -> Readiness:
+        """From what is known already."""
+        health = self._engine.health()
+        return Readiness(
+            busy=health.busy,
+            incarnation=self._hello.incarnation,
+            config_digest=self._spec.config_digest,
+            ranks_total=health.ranks_total,
+            ranks_ok=health.ranks_ok,
+            peers=dict(self._offers.states()),
+            reasons=health.reasons,
+            is_lost=health.is_lost,
+        )
+
+    async def accounting(self) -> dict[str, Any]:
+        """Fresh figures of all ranks."""
+        account = await self._engine.accounting(transfers=self._offers.num_open)
+        return {"role": self.role, "instance": self.name, "incarnation": self._hello.incarnation, **account}
+
+    def info(self) -> dict[str, Any]:
+        """Layout and state for /server_info."""
+        parallel, engine = self._spec.parallel, self._spec.engine
+        capacity = (engine.num_blocks - 1) * engine.block_size * parallel.kvp_size
+        state = {
+            "dp_size": parallel.dp_size,
+            "attn_dp_size": 1,
+            "effective_max_running_requests_per_dp": engine.max_num_seqs // parallel.dp_size,
+            "memory_usage": {"token_capacity": capacity},
+        }
+        layout = {"dp_size": parallel.dp_size, "kvp_size": parallel.kvp_size}
+        return {"parallel": layout, "internal_states": [state]}
+
+    def now(self) -> float:
+        """The clock of deadlines."""
+        return self._now()
+
+    def _arrival(self, seq: Sequence, transfer: IncomingTransfer) -> Arrival:
+        theirs, prompt = transfer.theirs, seq.request.prompt_token_ids
+        source = BlockSplit.for_prompt(theirs.cp_size, self.engine_config.block_size, prompt)
+        return Arrival(
+            transfer_id=transfer.id,
+            group=seq.group,
+            peer=transfer.peer,
+            peer_incarnation=theirs.incarnation,
+            source_pp_size=theirs.pp_size,
+            source_cp_size=theirs.cp_size,
+            source_layers=theirs.layers_per_stage,
+            prompt_len=len(prompt),
+            blocks=pack(seq.blocks),
+            split_start=seq.split.start,
+            source_split_start=source.start,
+            generation=seq.generation,
+        )
+
+    def _grant(self, seq: Sequence, transfer: IncomingTransfer) -> Grant:
+        return Grant(
+            transfer_id=transfer.id,
+            incarnation=self._hello.incarnation,
+            group=seq.group,
+            blocks=pack(seq.blocks),
+            split_start=seq.split.start,
+            generation=seq.generation,
+        )
+
+    async def _arrived(self, seq: Sequence, transfer: IncomingTransfer) -> TokenOutput:
+        """The first token, once all ranks have everything. A prompt may take long: its deadline is the only limit.
+
+        A sender that stops in the middle is seen by its own ranks or by the silence of its link, and is heard here as the
+        end of the transfer.
+        """
+        reports = await transfer.within(math.inf, self._engine.transfer_closed(transfer.id), "cache")
+        transfer.check(reports)
+        self._metrics.transfer_bytes_total.inc(sum(r.num_bytes for r in reports))
+        commit = await transfer.committed()
+        self._engine.stamp(seq, Event.COMMITTED)
+        return TokenOutput(commit.token_id, commit.logprob, commit.top)

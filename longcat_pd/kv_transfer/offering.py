@@ -1,0 +1,254 @@
+"""Prefill side of hand-overs: a link to every decode instance, and offers made over it.
+
+Owns the sockets and the transfers that are open. Knows nothing of the engine: a granted offer is a ``Push`` record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from longcat_pd.clock import HEARTBEAT_S, Clock
+from longcat_pd.config.schema import PeerAddress
+from longcat_pd.errors import LongcatError, Overloaded, TransferFailed, WorkerUnavailable
+from longcat_pd.kv_transfer.control import CONTROL, ControlSocket, Link, LinkState, OpenTransfer, log_abort
+from longcat_pd.kv_transfer.messages import (
+    Abort,
+    Ack,
+    Beat,
+    Commit,
+    ControlMessage,
+    Grant,
+    Hello,
+    Offer,
+    Push,
+    Refuse,
+)
+from longcat_pd.log import logger
+from longcat_pd.metrics import TransferMetrics
+from longcat_pd.wire import MalformedRecord, Unsendable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OfferLimits:
+    """Longest waits: for the grant, and for the acknowledgement once everything is sent."""
+
+    grant_s: float
+    ack_s: float
+
+
+class OutgoingTransfer(OpenTransfer):
+    """A hand-over that was offered. ``push`` is set once it is granted."""
+
+    def __init__(self, offer: Offer, peer: _Peer, *, deadline: float, clock: Clock, limits: OfferLimits) -> None:
+        super().__init__(offer.transfer_id, peer.link.name, deadline=deadline, clock=clock)
+        self.push: Push | None = None
+        self.is_acknowledged = False
+        self._offer = offer
+        self._peer = peer
+        self._limits = limits
+        self._granted: asyncio.Future[Push] = asyncio.get_running_loop().create_future()
+        self._acknowledged = asyncio.Event()
+
+    async def grant(self) -> Push:
+        """Offer, and wait for the answer. Raises what the decode side refuses with."""
+        self._peer.send(self._offer)
+        self.push = await self.within(self._limits.grant_s, self._granted, "answer to the offer")
+        return self.push
+
+    def commit(self, commit: Commit) -> None:
+        """The prompt is computed; the cache may still be on its way."""
+        self._peer.send(commit)
+
+    async def acknowledged(self) -> None:
+        """Wait until everything has arrived. Raises TransferFailed."""
+        await self.within(self._limits.ack_s, self._acknowledged.wait(), "acknowledgement")
+        self.is_acknowledged = True
+
+    def abort(self, reason: str) -> None:
+        """Tell the peer, unless it knows."""
+        if not self.is_ended_by_peer:
+            self._peer.send(Abort(transfer_id=self.id, reason=reason))
+
+    def heard(self, message: ControlMessage) -> None:
+        """What the peer says about this transfer."""
+        if isinstance(message, Grant) and not self._granted.done():
+            self._granted.set_result(self._peer.push_for(message))
+        elif isinstance(message, Refuse):
+            self.fail(_refusal(message, self.peer), by_peer=True)
+        elif isinstance(message, Ack):
+            self._acknowledged.set()
+        elif isinstance(message, Abort):
+            error = TransferFailed(f"transfer {self.id}: {self.peer} gave up: {message.reason}", peer_gone=True)
+            self.fail(error, by_peer=True)
+
+
+def _refusal(message: Refuse, peer: str) -> LongcatError:
+    """The decode side's own answer has the same cause; this one must not hide it."""
+    text = f"{peer}: {message.message}"
+    if message.code == "overloaded":
+        return Overloaded(text)
+    if message.code in ("starting", "draining"):
+        return WorkerUnavailable(text, code=message.code)
+    return TransferFailed(text, peer_gone=True)
+
+
+@dataclass(eq=False)
+class _Peer:
+    """One decode instance."""
+
+    link: Link
+    socket: ControlSocket
+    transfers: dict[str, OutgoingTransfer] = field(default_factory=dict)
+
+    def send(self, message: ControlMessage) -> None:
+        """To a peer that is away: silence ends what waits for an answer."""
+        try:
+            self.socket.send(CONTROL.encode(message))
+        except Unsendable as error:
+            logger().debug("control_not_sent", peer=self.link.name, reason=str(error))
+
+    def push_for(self, grant: Grant) -> Push:
+        """Where the cache goes."""
+        theirs = self.link.theirs
+        assert theirs is not None, "a grant before the greeting"
+        return Push(
+            transfer_id=grant.transfer_id,
+            peer=self.link.name,
+            peer_incarnation=grant.incarnation,
+            lane_host=theirs.lane_host,
+            lane_port=theirs.lane_port,
+            kvp_size=theirs.kvp_size,
+            first_rank=grant.group * theirs.kvp_size,
+            blocks=grant.blocks,
+            split_start=grant.split_start,
+            generation=grant.generation,
+        )
+
+
+class Offering:
+    """The links of a prefill driver.
+
+    Args:
+        hello: what this instance says of itself.
+        peers: the decode instances of the configuration.
+        connect: makes the socket to one of them (a DEALER).
+    """
+
+    def __init__(
+        self,
+        hello: Hello,
+        peers: Sequence[PeerAddress],
+        *,
+        connect: Callable[[PeerAddress], ControlSocket],
+        limits: OfferLimits,
+        clock: Clock,
+        metrics: TransferMetrics,
+    ) -> None:
+        self.news = asyncio.Event()  # set when a peer has greeted
+        self._hello = hello
+        self._limits = limits
+        self._clock = clock
+        self._metrics = metrics
+        self._peers = {p.name: _Peer(Link(p.name, hello, clock), connect(p)) for p in peers}
+
+    def states(self) -> dict[str, LinkState]:
+        """By name of the peer."""
+        return {name: peer.link.state for name, peer in self._peers.items()}
+
+    def links(self) -> list[Link]:
+        """For the greeting at the start."""
+        return [peer.link for peer in self._peers.values()]
+
+    @property
+    def num_open(self) -> int:
+        """Transfers without an end."""
+        return sum(len(peer.transfers) for peer in self._peers.values())
+
+    async def run(self) -> None:
+        """Greet, beat and listen; until cancelled."""
+        work = [self._listen(peer) for peer in self._peers.values()]
+        tasks = [asyncio.ensure_future(w) for w in [self._beat(), *work]]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            for peer in self._peers.values():
+                peer.socket.close()
+
+    @asynccontextmanager
+    async def offer(self, offer: Offer, *, peer: str, deadline: float) -> AsyncIterator[OutgoingTransfer]:
+        """A granted transfer. Leaving it unacknowledged, in any way, ends it on both sides.
+
+        Raises:
+            WorkerUnavailable: no such peer in the configuration.
+            TransferFailed, Overloaded, DeadlineExceeded.
+        """
+        there = self._peers.get(peer)
+        if there is None:
+            raise WorkerUnavailable(f"{peer} is not in the configuration of {self._hello.name}", param="X-Longcat-Peer")
+        if there.link.state != "up":
+            raise TransferFailed(f"the link to {peer} is {there.link.state}", peer_gone=True)
+        if offer.transfer_id in there.transfers:
+            raise TransferFailed(f"transfer {offer.transfer_id} is open already")
+        transfer = OutgoingTransfer(offer, there, deadline=deadline, clock=self._clock, limits=self._limits)
+        there.transfers[offer.transfer_id] = transfer
+        self._metrics.transfers_open.inc()
+        try:
+            await transfer.grant()
+            yield transfer
+        finally:
+            del there.transfers[offer.transfer_id]
+            self._metrics.transfers_open.dec()
+            if not transfer.is_acknowledged:
+                reason = transfer.error.message if transfer.error is not None else "the request has left"
+                transfer.abort(reason)
+                log_abort(transfer, reason)
+            self._metrics.transfers_total("committed" if transfer.is_acknowledged else transfer.outcome).inc()
+
+    async def _beat(self) -> None:
+        before = self._clock.now()
+        while True:
+            now = self._clock.now()
+            for peer in self._peers.values():
+                peer.link.forgive(max(now - before - 2 * HEARTBEAT_S, 0.0))
+                if peer.link.is_silent():
+                    self._void(peer, f"{peer.link.name} is silent")
+                is_up = peer.link.state == "up"
+                beat = Beat(name=self._hello.name, incarnation=self._hello.incarnation)
+                peer.send(beat if is_up else self._hello)
+            before = now
+            await self._clock.sleep(HEARTBEAT_S)
+
+    async def _listen(self, peer: _Peer) -> None:
+        while True:
+            frames = await peer.socket.recv()
+            try:
+                message = CONTROL.decode(frames)
+            except MalformedRecord as error:
+                logger().warning("malformed_record", peer=peer.link.name, reason=str(error))
+                continue
+            self._heard(peer, message)
+
+    def _heard(self, peer: _Peer, message: ControlMessage) -> None:
+        if isinstance(message, Hello):
+            self.news.set()
+            if peer.link.greeted(message):
+                self._void(peer, f"{peer.link.name} was started again")
+                peer.send(self._hello)
+            return
+        if isinstance(message, Beat):
+            if not peer.link.beat(message.incarnation):
+                peer.send(self._hello)
+            return
+        transfer = peer.transfers.get(message.transfer_id)
+        if transfer is not None:
+            transfer.heard(message)
+
+    def _void(self, peer: _Peer, reason: str) -> None:
+        for transfer in peer.transfers.values():
+            transfer.fail(TransferFailed(f"transfer {transfer.id}: {reason}", peer_gone=True), "peer_lost")

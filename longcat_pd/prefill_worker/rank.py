@@ -1,0 +1,29 @@
+"""Entry of a prefill rank process: the rank loop of every pool, with lanes that push attached."""
+
+from __future__ import annotations
+
+from longcat_pd import wire
+from longcat_pd.config.schema import RankSpec
+from longcat_pd.engine.handover import Lanes
+from longcat_pd.engine.rank import run_rank
+from longcat_pd.errors import ConfigError
+from longcat_pd.kv_cache.storage import KVCache
+from longcat_pd.kv_transfer.process_group import GlooCaller
+from longcat_pd.kv_transfer.push import LaneOptions, PrefillShape, PushLanes, Report
+from longcat_pd.kv_transfer.transport import LaneEnd
+
+
+def main(config: str) -> None:
+    """Run the rank that ``config``, a RankSpec as JSON, describes."""
+    run_rank(wire.from_json(RankSpec, config), push_lanes)
+
+
+def push_lanes(spec: RankSpec, cache: KVCache, report: Report) -> Lanes:
+    """The lanes of this rank. Raises ConfigError for a transport that does not leave a process."""
+    instance = spec.instance
+    if instance.transfer.transport != "process_group":
+        raise ConfigError(f"transfer.transport={instance.transfer.transport}: prefill and decode are two processes")
+    me = LaneEnd(instance.name, spec.incarnation, spec.rank)
+    shape = PrefillShape(layers_per_stage=instance.parallel.layers_per_stage, cp_size=instance.parallel.cp_size)
+    options = LaneOptions(digest=instance.transfer.digest, timeout_s=instance.transfer.timeout_s)
+    return PushLanes(me, shape, cache=cache, caller=GlooCaller(me), options=options, report=report), None

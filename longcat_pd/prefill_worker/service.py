@@ -1,0 +1,136 @@
+"""The prefill role: compute a prompt, send its cache to the decode instance that granted room, hand over the first token.
+
+Knows the engine's verbs and the offering side of a hand-over; no HTTP and no ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from longcat_pd.config.schema import InstanceSpec, Role
+from longcat_pd.engine.driver import Engine
+from longcat_pd.engine.request import Delta, Event, Request, SamplingParams, TokenOutput, TransferRef
+from longcat_pd.engine.sequence import Sequence
+from longcat_pd.errors import WorkerUnavailable
+from longcat_pd.kv_transfer.messages import Commit, Hello, Offer
+from longcat_pd.kv_transfer.offering import Offering, OutgoingTransfer
+from longcat_pd.metrics import TransferMetrics
+from longcat_pd.server.service import Readiness
+from longcat_pd.wire import pack
+
+
+class PrefillService:
+    """``Service`` of a prefill instance.
+
+    Args:
+        hello: what this instance says of itself; names its incarnation.
+        now: the clock of deadlines.
+    """
+
+    def __init__(
+        self,
+        spec: InstanceSpec,
+        hello: Hello,
+        *,
+        engine: Engine,
+        offering: Offering,
+        now: Callable[[], float],
+        metrics: TransferMetrics,
+    ) -> None:
+        self.name = spec.name
+        self.role: Role = spec.role
+        self.model = spec.model
+        self.engine_config = spec.engine
+        self._spec = spec
+        self._hello = hello
+        self._engine = engine
+        self._offering = offering
+        self._now = now
+        self._metrics = metrics
+
+    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+        """Reserve, offer, prefill with its layers on their lanes, commit, wait for the acknowledgement."""
+        assert request.transfer is not None, "the face asks for the transfer headers"
+        async with self._engine.reserve(request, len(request.prompt_token_ids)) as seq:
+            self._engine.stamp(seq, Event.OFFERED)
+            offer, peer = self._offer(request, request.transfer), request.transfer.peer
+            async with self._offering.offer(offer, peer=peer, deadline=request.deadline) as transfer:
+                self._engine.stamp(seq, Event.GRANTED)
+                first = await transfer.during(self._prefill(seq, transfer))
+                transfer.commit(_commit(transfer.id, first, seq.timings_ms()))
+                self._engine.stamp(seq, Event.COMMITTED)
+                await transfer.during(self._sent(transfer))
+                await transfer.acknowledged()
+            yield Delta((), timings_ms=seq.timings_ms())
+
+    async def adopt(self, transfer: TransferRef, deadline: float, sampling: SamplingParams) -> Request:
+        """Not of this role."""
+        raise WorkerUnavailable(f"{self.name} is a prefill instance; it cannot take the decode leg of {transfer.id}")
+
+    def readiness(self) -> Readiness:
+        """From what is known already."""
+        health = self._engine.health()
+        return Readiness(
+            busy=health.busy,
+            incarnation=self._hello.incarnation,
+            config_digest=self._spec.config_digest,
+            ranks_total=health.ranks_total,
+            ranks_ok=health.ranks_ok,
+            peers=dict(self._offering.states()),
+            reasons=health.reasons,
+            is_lost=health.is_lost,
+        )
+
+    async def accounting(self) -> dict[str, Any]:
+        """Fresh figures of all ranks."""
+        account = await self._engine.accounting(transfers=self._offering.num_open)
+        return {"role": self.role, "instance": self.name, "incarnation": self._hello.incarnation, **account}
+
+    def info(self) -> dict[str, Any]:
+        """Layout and state for /server_info."""
+        parallel = self._spec.parallel
+        return {"parallel": {"pp_size": parallel.pp_size, "cp_size": parallel.cp_size}, "internal_states": [{}]}
+
+    def now(self) -> float:
+        """The clock of deadlines."""
+        return self._now()
+
+    def _offer(self, request: Request, transfer: TransferRef) -> Offer:
+        return Offer(
+            transfer_id=transfer.id,
+            request_id=request.request_id,
+            incarnation=self._hello.incarnation,
+            token_ids=pack(request.prompt_token_ids),
+            max_tokens=request.sampling.max_tokens,
+            seed=request.sampling.seed,
+            deadline_ms=int(1000 * (request.deadline - self._now())),
+        )
+
+    async def _prefill(self, seq: Sequence, transfer: OutgoingTransfer) -> TokenOutput:
+        """The first token, unless a rank gives its part of the hand-over up before."""
+        prefill = asyncio.ensure_future(self._engine.prefill(seq, transfer.push))
+        closed = asyncio.ensure_future(self._engine.transfer_closed(transfer.id))
+        try:
+            await asyncio.wait({prefill, closed}, return_when=asyncio.FIRST_COMPLETED)
+            if not prefill.done():
+                transfer.check(closed.result())
+            return await prefill
+        finally:
+            prefill.cancel()
+            closed.cancel()
+            await asyncio.gather(prefill, closed, return_exceptions=True)
+
+    async def _sent(self, transfer: OutgoingTransfer) -> None:
+        """Wait until all ranks have sent everything; each of them ends by itself when nothing moves."""
+        reports = await self._engine.transfer_closed(transfer.id)
+        transfer.check(reports)
+        self._metrics.transfer_bytes_total.inc(sum(r.num_bytes for r in reports))
+        self._metrics.transfer_early_bytes_total.inc(sum(r.bytes_before_last_layer for r in reports))
+
+
+def _commit(transfer_id: str, first: TokenOutput, timings_ms: dict[str, float]) -> Commit:
+    return Commit(
+        transfer_id=transfer_id, token_id=first.token_id, logprob=first.logprob, top=first.top, timings_ms=timings_ms
+    )

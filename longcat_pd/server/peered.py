@@ -1,0 +1,96 @@
+"""An instance with peers, from its start to its end: greet who is there, start the ranks, refuse a peer that does not fit.
+
+What a prefill and a decode worker have in common; ``server/run.py`` drives it. Knows no role.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from longcat_pd.clock import Clock
+from longcat_pd.engine.driver import Engine
+from longcat_pd.errors import ConfigError
+from longcat_pd.kv_transfer.control import Link
+
+GREETING_S = 0.5  # peers that are there have answered by then; others greet when they come
+
+
+class Control(Protocol):
+    """``Offering`` or ``Offers``."""
+
+    news: asyncio.Event
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        ...
+
+    def links(self) -> list[Link]:
+        """One for each peer."""
+        ...
+
+
+class PeeredInstance:
+    """``run.Instance`` of a worker."""
+
+    def __init__(self, engine: Engine, control: Control, clock: Clock) -> None:
+        self._engine = engine
+        self._control = control
+        self._clock = clock
+        self._links: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Greet, then bring the ranks up. Raises ConfigError when a peer does not fit, RankLost, EngineFault."""
+        self._links = asyncio.get_running_loop().create_task(self._control.run())
+        try:
+            await self._clock.within(GREETING_S, self._all_have_greeted())
+        except TimeoutError:
+            pass
+        misfit = asyncio.ensure_future(self._first_misfit())
+        ranks = asyncio.ensure_future(self._engine.start())
+        try:
+            await asyncio.wait({misfit, ranks}, return_when=asyncio.FIRST_COMPLETED)
+            if misfit.done():
+                raise misfit.result()
+            await ranks
+        finally:
+            misfit.cancel()
+            ranks.cancel()
+            await asyncio.gather(misfit, ranks, return_exceptions=True)
+
+    async def failed(self) -> None:
+        """Wait until it cannot go on."""
+        assert self._links is not None
+        engine = asyncio.ensure_future(self._engine.failed())
+        try:
+            await asyncio.wait({engine, self._links}, return_when=asyncio.FIRST_COMPLETED)
+            if self._links.done():
+                self._links.result()
+        finally:
+            engine.cancel()
+
+    async def close(self) -> None:
+        """Ranks first: what they say last still reaches the peers."""
+        await self._engine.close()
+        if self._links is not None:
+            self._links.cancel()
+            await asyncio.gather(self._links, return_exceptions=True)
+
+    async def _all_have_greeted(self) -> None:
+        while any(link.theirs is None for link in self._control.links()):
+            await self._next_news()
+
+    async def _first_misfit(self) -> ConfigError:
+        while True:
+            lines = [
+                f"peer {link.name}: {m.field} differs: prefill {m.prefill}, decode {m.decode}"
+                for link in self._control.links()
+                for m in link.mismatch
+            ]
+            if lines:
+                return ConfigError("\n".join(lines))
+            await self._next_news()
+
+    async def _next_news(self) -> None:
+        await self._control.news.wait()
+        self._control.news.clear()
