@@ -135,6 +135,7 @@ def test_tables_of_the_other_family_are_read(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "c", renamed.items(), FIELDS)
     receiver = Receiver().want("model.oe_embed_tokens13.weight").want("model.oe_embed_proj1.weight")
     load_weights(receiver.specs, tmp_path / "c", config=CONFIG)
+    assert len(receiver.got) == 2
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in receiver.got.items())
     write_checkpoint(tmp_path / "both", (renamed | tensors).items(), FIELDS)
     assert "32 extra: model.ngram_embeddings.embedders.0" in complaint(Receiver().want(NORM), tmp_path / "both")
