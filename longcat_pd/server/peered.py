@@ -6,6 +6,7 @@ What a prefill and a decode worker have in common; ``server/run.py`` drives it. 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Protocol
 
 from longcat_pd.clock import Clock
@@ -42,10 +43,8 @@ class PeeredInstance:
     async def start(self) -> None:
         """Greet, then bring the ranks up. Raises ConfigError when a peer does not fit, RankLost, EngineFault."""
         self._links = asyncio.get_running_loop().create_task(self._control.run())
-        try:
+        with suppress(TimeoutError):
             await self._clock.within(GREETING_S, self._all_have_greeted())
-        except TimeoutError:
-            pass
         misfit = asyncio.ensure_future(self._first_misfit())
         ranks = asyncio.ensure_future(self._engine.start())
         try:
