@@ -16,7 +16,7 @@ from longcat_pd.load_balancer.generation import Generation, forward
 from longcat_pd.metrics import CONTENT_TYPE
 from longcat_pd.server.envelope import dress
 from longcat_pd.server.errors import json_response
-from longcat_pd.server.intake import read_bytes
+from longcat_pd.server.intake import KeyRing, read_bytes
 from longcat_pd.server.openai import CHAT_ROUTE, COMPLETIONS_ROUTE, decode_body
 from longcat_pd.server.sse import while_connected
 
@@ -27,11 +27,12 @@ def create_app(face: Face) -> FastAPI:
     """The balancer as an ASGI app. Polling the instances and ending in order is ``__main__``'s."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     gets: dict[str, Endpoint] = {**_open_routes(face), **_client_gets(face)}
-    posts: dict[str, Endpoint] = {**_client_posts(face), **_admin_routes(face)}
-    for path, endpoint in gets.items():
-        app.add_api_route(path, endpoint, methods=["GET", "HEAD"])
-    for path, endpoint in posts.items():
-        app.add_api_route(path, endpoint, methods=["POST"])
+    posts: dict[str, Endpoint] = _client_posts(face)
+    if face.keys.admin is not None:
+        posts |= _admin_routes(face, face.keys.admin)
+    for method, routes in (("GET", gets), ("POST", posts)):
+        for path, endpoint in routes.items():
+            app.add_route(path, endpoint, methods=[method])  # GET answers HEAD as well
     dress(app, face.means.metrics.http, paths=(*gets, *posts), is_worker=False)
     return app
 
@@ -109,9 +110,9 @@ def _client_posts(face: Face) -> dict[str, Endpoint]:
     }
 
 
-def _admin_routes(face: Face) -> dict[str, Endpoint]:
+def _admin_routes(face: Face, keys: KeyRing) -> dict[str, Endpoint]:
     async def switch(request: Request, *, draining: bool) -> Response:
-        face.check_admin(request)
+        keys.check(request)
         body = decode_body(await read_bytes(request, face.config.max_body_bytes) or b"{}")
         name = body.get("instance")
         if name is None:

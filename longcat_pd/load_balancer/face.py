@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastapi import Request
+from fastapi.requests import HTTPConnection
 
 from longcat_pd.config.schema import LoadBalancerConfig
-from longcat_pd.errors import NotFound
 from longcat_pd.load_balancer.attempt import Means
 from longcat_pd.load_balancer.overview import Overview, Probe, Served
 from longcat_pd.load_balancer.proxy import Proxy
@@ -53,16 +52,10 @@ class Face:
         overview, probe = Overview(means, proxy, served), Probe(means, proxy)
         return cls(means=means, config=config, keys=keys, served=served, proxy=proxy, overview=overview, probe=probe)
 
-    def check_client(self, request: Request) -> None:
+    def check_client(self, request: HTTPConnection) -> None:
         """Raise AuthenticationFailed unless the request may use the client routes."""
         if self.keys.client is not None:
             self.keys.client.check(request)
-
-    def check_admin(self, request: Request) -> None:
-        """Raise NotFound or AuthenticationFailed unless the request may use the admin routes."""
-        if self.keys.admin is None:
-            raise NotFound(f"no route {request.url.path}")
-        self.keys.admin.check(request)
 
 
 def first_key(path: str) -> str:

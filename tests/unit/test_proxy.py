@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from longcat_pd.load_balancer.attempt import Attempt, Call
 from tests.balancer_rig import (
     BODY,
     CHAT,
@@ -110,6 +111,7 @@ async def test_a_stream_is_passed_on_event_by_event() -> None:
     await ended(rig, exchange, within_s=4)
     assert exchange.body == first + second + DONE
     assert exchange.is_complete
+    assert rig.cluster.of("d0")[0].state == "done"  # read to its end: closing earlier would be a cancel
 
 
 @both_ways
@@ -296,10 +298,20 @@ async def test_a_token_during_the_hold_is_the_answer() -> None:
 
 async def test_after_an_echo_the_silent_side_is_the_one_to_avoid() -> None:
     rig = await Rig.make("p0 p1 d0 d1")
-    rig.script(p0=ECHO, d0=never, p1=prefilled, d1=whole)
-    assert (await ended(rig, rig.post())).status == 200
-    assert len(rig.cluster.of("d0")) == 1
-    assert len(rig.cluster.of("d1")) == 1
+    rig.script(p0=[ECHO, prefilled], d0=never, d1=whole)
+    with rig.means.pool.leg(rig.means.pool.instances["p1"], 10_000):
+        exchange = rig.post()
+        await rig.clock.advance(1)
+    assert exchange.status == 200
+    assert (len(rig.cluster.of("p0")), len(rig.cluster.of("d0")), len(rig.cluster.of("d1"))) == (2, 1, 1)
+
+
+async def test_an_attempt_that_is_left_before_it_has_begun_leaves_nothing() -> None:
+    rig = await Rig.make()
+    call = Call(route=CHAT, body=b"{}", request_id="r", deadline=rig.clock.now() + 1, is_stream=False)
+    async with Attempt(rig.means, call, pair=rig.means.pool.choose(), number=1):
+        assert not rig.is_idle()
+    assert rig.is_idle()
 
 
 # ---------------------------------------------------------------------- A4, A5: streams that fail
