@@ -22,8 +22,8 @@ class Command(NamedTuple):
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
-        "infer": Command("longcat_pd.standalone", "infer", "answer a file of request bodies, one JSON object a line"),
-        "serve": Command("longcat_pd.standalone", "serve", "serve one engine over HTTP, without a balancer"),
+        "infer": Command("longcat_pd.standalone.infer", "main", "answer a file of request bodies, one JSON object a line"),
+        "serve": Command("longcat_pd.standalone.serve", "main", "serve one engine over HTTP, without a balancer"),
     }
 )
 

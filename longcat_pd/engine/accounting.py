@@ -42,6 +42,8 @@ def health(loop: StepLoop) -> Health:
         code = "draining" if failure.code == "draining" else "rank_lost"
         lost = next((s.rank for s in states if s.state == "lost"), None)
         reasons.append({"code": code, "detail": failure.message, "rank": lost})
+    elif not loop.is_running:
+        reasons.append({"code": "starting", "detail": "the ranks are not ready yet", "rank": None})
     for state in states:
         if state.state == "silent":
             detail = f"no heartbeat for {state.silent_s:.1f} s"

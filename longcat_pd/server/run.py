@@ -18,7 +18,7 @@ import uvicorn
 from longcat_pd.clock import Clock
 from longcat_pd.errors import ConfigError, LongcatError
 from longcat_pd.log import logger
-from longcat_pd.server.lifecycle import Lifecycle
+from longcat_pd.server.gate import Gate
 
 READY = "The server is fired up and ready to roll!"  # scripts wait for these words
 
@@ -60,7 +60,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def serve_app(
-    app: Any, listener: socket.socket, instance: Instance, *, lifecycle: Lifecycle, drain_timeout_s: float, clock: Clock
+    app: Any, listener: socket.socket, instance: Instance, *, gate: Gate, drain_timeout_s: float, clock: Clock
 ) -> int:
     """Serve until a signal or a fault; the exit status of the process."""
     config = uvicorn.Config(
@@ -68,6 +68,7 @@ async def serve_app(
         http="httptools",
         ws="none",
         log_config=None,
+        lifespan="off",
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=int(LAST_BYTES_S),
@@ -75,7 +76,7 @@ async def serve_app(
     with _Signals() as signals:
         face = _Face(config)
         serving = asyncio.get_running_loop().create_task(face.serve(sockets=[listener]))
-        life = _Life(instance, lifecycle, serving, signals=signals, drain_timeout_s=drain_timeout_s, clock=clock)
+        life = _Life(instance, gate, serving, signals=signals, drain_timeout_s=drain_timeout_s, clock=clock)
         status = await life.run()
         face.should_exit = True
         await serving
@@ -114,7 +115,7 @@ class _Life:
     def __init__(
         self,
         instance: Instance,
-        lifecycle: Lifecycle,
+        gate: Gate,
         serving: asyncio.Task[None],
         *,
         signals: _Signals,
@@ -123,7 +124,7 @@ class _Life:
     ) -> None:
         self._instance = instance
         self._serving = serving
-        self._lifecycle = lifecycle
+        self._gate = gate
         self._signals = signals
         self._drain_timeout_s = drain_timeout_s
         self._clock = clock
@@ -138,29 +139,29 @@ class _Life:
         except LongcatError as error:
             logger().error("start_failed", code=error.code, reason=error.message)
             status = STATUS_FAULT
-        self._lifecycle.end()
+        self._gate.drain()
+        self._gate.cut()
         await self._instance.close()
-        await _first(self._lifecycle.empty(), self._clock.sleep(LAST_BYTES_S))
+        await _first(self._gate.empty(), self._clock.sleep(LAST_BYTES_S))
         return status
 
     async def _serve(self) -> int:
-        self._lifecycle.started()
         logger().info("ready")
         logger().info(READY)
         ended = await _first(self._instance.failed(), _end_of(self._serving), self._signals.first.wait())
         return await self._drain() if ended == 2 else STATUS_FAULT
 
     async def _drain(self) -> int:
-        self._lifecycle.end()
-        began, num_open = self._clock.now(), self._lifecycle.num_open
+        self._gate.drain()
+        began, num_open = self._clock.now(), self._gate.num_open
         logger().info("drain_started", open=num_open)
         ended = await _first(
             self._instance.failed(),
-            self._lifecycle.empty(),
+            self._gate.empty(),
             self._signals.second.wait(),
             self._clock.sleep(self._drain_timeout_s),
         )
-        num_cut = self._lifecycle.num_open
+        num_cut = self._gate.num_open
         logger().info("drain_finished", open=num_open, cut=num_cut, seconds=self._clock.now() - began)
         if ended == 0:
             return STATUS_FAULT

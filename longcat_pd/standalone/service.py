@@ -1,0 +1,95 @@
+"""The standalone role: both phases in one engine. Knows the engine's verbs; no HTTP and no ranks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from importlib import metadata
+from typing import Any
+
+from longcat_pd.clock import Clock
+from longcat_pd.config.schema import InstanceSpec, Role
+from longcat_pd.engine.driver import Engine
+from longcat_pd.engine.request import Delta, Request, SamplingParams, TransferRef
+from longcat_pd.errors import WorkerUnavailable
+from longcat_pd.metrics import Metrics
+from longcat_pd.server.service import Readiness
+from longcat_pd.wire import WIRE_VERSION
+
+
+class StandaloneService:
+    """``Service`` of an engine without peers, and the ``Instance`` that a serving process starts and ends."""
+
+    def __init__(self, spec: InstanceSpec, engine: Engine, *, incarnation: str, clock: Clock, metrics: Metrics) -> None:
+        self.name = spec.name
+        self.role: Role = spec.role
+        self.model = spec.model
+        self.engine_config = spec.engine
+        self._spec = spec
+        self._engine = engine
+        self._incarnation = incarnation
+        self._clock = clock
+        self._metrics = metrics
+
+    async def start(self) -> None:
+        """Bring the ranks up. Raises ConfigError, RankLost, EngineFault."""
+        ready = await self._engine.start()
+        self._metrics.build_info(
+            version=metadata.version("longcat-pd"), model_digest=ready[0].model_digest, wire_version=str(WIRE_VERSION)
+        )
+
+    async def failed(self) -> None:
+        """Wait until it cannot go on."""
+        await self._engine.failed()
+
+    async def close(self) -> None:
+        """End the ranks; open requests end with an error."""
+        await self._engine.close()
+
+    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+        """Prefill, then decode, in one reservation."""
+        num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
+        async with self._engine.reserve(request, num_tokens) as seq:
+            first = await self._engine.prefill(seq)
+            async with aclosing(self._engine.decode(seq, first)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    async def adopt(self, transfer: TransferRef, deadline: float, sampling: SamplingParams) -> Request:
+        """Not of this role."""
+        raise WorkerUnavailable(f"{self.name} has no peers; it cannot take the leg of transfer {transfer.id}")
+
+    def readiness(self) -> Readiness:
+        """From what is known already."""
+        health = self._engine.health()
+        return Readiness(
+            busy=health.busy,
+            incarnation=self._incarnation,
+            config_digest=self._spec.config_digest,
+            ranks_total=health.ranks_total,
+            ranks_ok=health.ranks_ok,
+            reasons=health.reasons,
+            is_lost=health.is_lost,
+        )
+
+    async def accounting(self) -> dict[str, Any]:
+        """Fresh figures of all ranks."""
+        account = await self._engine.accounting()
+        return {"role": self.role, "instance": self.name, "incarnation": self._incarnation, **account}
+
+    def info(self) -> dict[str, Any]:
+        """Layout and state for /server_info."""
+        parallel, engine = self._spec.parallel, self._spec.engine
+        state = {
+            "avg_spec_accept_length": None,  # nothing is drafted
+            "dp_size": parallel.dp_size,
+            "attn_dp_size": 1,
+            "effective_max_running_requests_per_dp": engine.max_num_seqs // parallel.dp_size,
+            "memory_usage": {"token_capacity": (engine.num_blocks - 1) * engine.block_size * parallel.kvp_size},
+        }
+        layout = {"dp_size": parallel.dp_size, "kvp_size": parallel.kvp_size, "attn_tp_size": parallel.attn_tp_size}
+        return {"parallel": layout, "internal_states": [state]}
+
+    def now(self) -> float:
+        """The clock of deadlines."""
+        return self._clock.now()
