@@ -1,7 +1,8 @@
 """Ops: the table of operators that a device fills in, with the signature and meaning that every device keeps.
 
 An operator is a function of tensors and plain numbers. It returns tensors, or writes into the cache tensor that is its
-explicit argument and nowhere else. Knows no model, no request and no other rank.
+explicit argument and nowhere else. Knows no model, no request and no other rank. In the reference table a row's result does
+not depend, to the bit, on the rows beside it; a device may round differently for different shapes.
 
 Letters: T rows; B sequences with Q rows each (T = B Q); H heads; C latent and R rope width; I index heads; D index head
 width; N blocks of ``block_size`` tokens in a cache; M columns of a block table; S = M * block_size *visible keys*; K picked
@@ -44,6 +45,18 @@ class Swiglu(Protocol):
     """``silu(x[..., :n]) * x[..., n:]`` for ``x`` of width 2 n."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class LinearMap(Protocol):
+    """``x W^T``: [T, in] and ``weight`` [out, in] -> [T, out] in the type of ``x``, added in fp32."""
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor: ...
+
+
+class HeadLinear(Protocol):
+    """One map for each head: [T, H, in] and ``weight`` [H, in, out] -> [T, H, out]."""
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
 
 class Rope(Protocol):
@@ -168,6 +181,8 @@ class Ops:
     add_rms_norm: AddRmsNorm
     layer_norm: LayerNorm
     swiglu: Swiglu
+    linear: LinearMap
+    head_linear: HeadLinear
     rope: Rope
     store: Store
     index_scores: IndexScores

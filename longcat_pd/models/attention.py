@@ -90,6 +90,7 @@ class _HeadMaps(nn.Module):
     def __init__(self, context: ModelContext, name: str, *, heads: slice) -> None:
         super().__init__()
         config = context.config
+        self._map = context.ops.head_linear
         self._name = name
         self._heads = heads
         self._all_heads = config.num_attention_heads
@@ -99,11 +100,11 @@ class _HeadMaps(nn.Module):
 
     def absorb(self, nope: Tensor) -> Tensor:
         """Queries [T, h, nope] as queries for latents [T, h, C]."""
-        return torch.bmm(nope.transpose(0, 1), self.key).transpose(0, 1)
+        return self._map(nope, self.key)
 
     def values(self, latents: Tensor) -> Tensor:
         """Weighted latents [T, h, C] as values of all heads side by side, [T, h * v]."""
-        return torch.bmm(latents.transpose(0, 1), self.value.transpose(1, 2)).transpose(0, 1).flatten(1)
+        return self._map(latents, self.value.transpose(1, 2)).flatten(1)
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """``kv_b_proj``, the rows of own heads."""

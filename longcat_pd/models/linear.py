@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from longcat_pd.models.context import ModelContext
 from longcat_pd.models.weight_spec import WeightSpec
@@ -59,14 +58,15 @@ class Linear(nn.Module):
 
     def __init__(self, context: ModelContext, in_features: int, *pieces: Piece, dtype: torch.dtype | None = None) -> None:
         super().__init__()
+        self._linear = context.ops.linear
         self._pieces = pieces
         self._in_features = in_features
         self.widths = [piece.own_rows.stop - piece.own_rows.start for piece in pieces]
         self.weight = empty_parameter(context, sum(self.widths), in_features, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., sum of the pieces' own rows]."""
-        return functional.linear(x, self.weight)
+        """[T, in] -> [T, sum of the pieces' own rows]."""
+        return self._linear(x, self.weight)
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """One spec a piece."""
@@ -84,6 +84,7 @@ class RowLinear(nn.Module):
 
     def __init__(self, context: ModelContext, name: str, *, shape: tuple[int, int], group: AxisGroup) -> None:
         super().__init__()
+        self._linear = context.ops.linear
         self._name = name
         self._shape = shape
         self._group = group
@@ -91,8 +92,8 @@ class RowLinear(nn.Module):
         self.weight = empty_parameter(context, shape[0], self._own.stop - self._own.start)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., own in] -> [..., out]."""
-        return self._group.all_reduce(functional.linear(x, self.weight))
+        """[T, own in] -> [T, out]."""
+        return self._group.all_reduce(self._linear(x, self.weight))
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """The columns of this rank."""

@@ -50,7 +50,7 @@ class NgramEmbedding(nn.Module):
         """[T] and [T, N] (see ``ForwardInputs.ngram_windows``) -> [T, hidden]."""
         ids = self._ops.ngram_ids(windows, powers=self._powers, moduli=self._moduli, eos=self._eos, ignored=self._ignored)
         vectors = functional.embedding(ids + self._offsets, self.rows).flatten(1)
-        total: Tensor = functional.linear(vectors, self.projection).float() + self.word(token_ids).float()
+        total: Tensor = self._ops.linear(vectors, self.projection).float() + self.word(token_ids).float()
         return (total / (self._tables.num_tables + 1)).to(self.rows.dtype)
 
     def weight_specs(self) -> Iterator[WeightSpec]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from longcat_pd.kernels.ops import Ops
-from longcat_pd.kernels.reference import attention, indexer, moe, ngram, norm
+from longcat_pd.kernels.reference import attention, indexer, moe, ngram, norm, rows
 
 
 def table() -> Ops:
@@ -13,6 +13,8 @@ def table() -> Ops:
         add_rms_norm=norm.add_rms_norm,
         layer_norm=norm.layer_norm,
         swiglu=norm.swiglu,
+        linear=rows.linear,
+        head_linear=rows.head_linear,
         rope=norm.rope,
         store=attention.store,
         index_scores=indexer.index_scores,

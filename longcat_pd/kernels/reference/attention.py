@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longcat_pd.kernels.reference.rows import in_tiles
+
 _NEVER = -torch.inf
 
 
@@ -26,13 +28,12 @@ def paged_attention(
     """See ``ops.PagedAttention``. All rows of a sequence share one product with its keys."""
     batch, rows, heads, _ = q.shape
     block_size, width = latent.shape[1:]
-    keys = latent[block_tables].view(batch, -1, width).float()
-    rope_keys = rope[block_tables].view(batch, -1, rope.shape[-1]).float()
-    scores = _scores(q.reshape(batch, rows * heads, -1).float(), keys, rope_keys, scale)
+    values = latent[block_tables].view(batch, -1, width)
+    rope_keys = rope[block_tables].view(batch, -1, rope.shape[-1])
     key_positions = block_starts.unsqueeze(-1) + torch.arange(block_size, device=q.device)
-    hidden = key_positions.view(batch, 1, -1) > positions.unsqueeze(-1)
-    scores.view(batch, rows, heads, -1).masked_fill_(hidden.unsqueeze(2), _NEVER)
-    out, lse = _weigh(scores, keys)
+    hidden = key_positions.view(batch, 1, 1, -1) > positions.view(batch, rows, 1, 1)
+    hidden = hidden.expand(-1, -1, heads, -1).flatten(1, 2)
+    out, lse = _attend(q.reshape(batch, rows * heads, -1) * scale, values, rope_keys=rope_keys, hidden=hidden)
     return out.view(batch, rows, heads, width), lse.view(batch, rows, heads)
 
 
@@ -42,15 +43,12 @@ def sparse_attention(
     """See ``ops.SparseAttention``. Every row gathers its own keys; columns without any key are left out."""
     batch, rows, heads, _ = q.shape
     block_size, width = latent.shape[1:]
-    keys = _without_empty_columns(keys)
-    known = keys.clamp_min(0)
-    blocks = block_tables.gather(1, (known // block_size).view(batch, -1)).view_as(known)
-    slots = (blocks * block_size + known % block_size).view(batch * rows, -1)
-    values = latent.flatten(0, 1)[slots].float()
-    rope_keys = rope.flatten(0, 1)[slots].float()
-    scores = _scores(q.reshape(batch * rows, heads, -1).float(), values, rope_keys, scale)
-    scores.masked_fill_((keys < 0).view(batch * rows, 1, -1), _NEVER)
-    out, lse = _weigh(scores, values)
+    keys, is_none = _ascending(keys)
+    blocks = block_tables.gather(1, (keys // block_size).view(batch, -1)).view_as(keys)
+    slots = (blocks * block_size + keys % block_size).view(batch * rows, -1)
+    values, rope_keys = latent.flatten(0, 1)[slots], rope.flatten(0, 1)[slots]
+    hidden = is_none.view(batch * rows, 1, -1)
+    out, lse = _attend(q.reshape(batch * rows, heads, -1) * scale, values, rope_keys=rope_keys, hidden=hidden)
     return out.view(batch, rows, heads, width), lse.view(batch, rows, heads)
 
 
@@ -62,27 +60,30 @@ def merge_partials(outs: Tensor, lses: Tensor) -> Tensor:
     return (outs * (weights / total).unsqueeze(-1)).sum(0)
 
 
-def _scores(q: Tensor, keys: Tensor, rope_keys: Tensor, scale: float) -> Tensor:
-    """Scaled scores of ``q`` [n, x, C + R] with keys in two parts, [n, s, C] and [n, s, R]: [n, x, s]."""
-    width = keys.shape[-1]
-    turned = torch.bmm(q[..., width:], rope_keys.transpose(1, 2))
-    return torch.baddbmm(turned, q[..., :width], keys.transpose(1, 2), beta=scale, alpha=scale)
+def _attend(q: Tensor, values: Tensor, *, rope_keys: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of scaled ``q`` [n, x, C + R] to keys in two parts, ``values`` [n, s, C] and ``rope_keys`` [n, s, R].
 
-
-def _weigh(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax over the last dimension and the sum of ``values`` [n, s, C] that it weighs; also the log-sum-exp."""
+    ``hidden`` [n, x or 1, s] masks. Returns [n, x, C] and the log-sum-exp [n, x], fp32. Rows without keys: 0 and -inf.
+    """
+    num_rows, width = q.shape[1], values.shape[-1]
+    q, values = in_tiles(q.float()), values.float()
+    turned = torch.bmm(q[..., width:], rope_keys.float().transpose(1, 2))
+    scores = torch.baddbmm(turned, q[..., :width], values.transpose(1, 2))
+    scores[:, :num_rows].masked_fill_(hidden, _NEVER)
     lse = torch.logsumexp(scores, -1)
     floor = lse.clamp_min(torch.finfo(lse.dtype).min)  # a row without keys: exp(-inf - finite) = 0, never NaN
-    return torch.bmm(torch.exp(scores - floor.unsqueeze(-1)), values), lse
+    out = torch.bmm(torch.exp(scores - floor.unsqueeze(-1)), values)
+    return out[:, :num_rows], lse[:, :num_rows]
 
 
-def _without_empty_columns(keys: Tensor) -> Tensor:
-    """Moves the -1 of every row to its end and cuts the columns that have nothing else. A rank that holds a part of the
-    picked keys only would otherwise gather and weigh the empty rest as well.
+def _ascending(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """``keys`` [B, Q, K] in ascending order; -1 as 0 at the end, with a mask of these; columns of -1 alone are cut.
+
+    In the order of dense attention a row that picked all its keys gets the same bits as there. And a rank that holds a part
+    of the picked keys would otherwise gather and weigh the empty rest as well.
     """
-    is_empty = keys < 0
-    width = keys.shape[-1] - int(is_empty.sum(-1).min()) if keys.numel() else keys.shape[-1]
-    if width == keys.shape[-1]:
-        return keys
-    order = torch.argsort(is_empty, dim=-1, stable=True)[..., :width]
-    return keys.gather(-1, order)
+    above = torch.iinfo(keys.dtype).max
+    ordered = keys.masked_fill(keys < 0, above).sort(-1).values
+    is_none = ordered == above
+    width = keys.shape[-1] - int(is_none.sum(-1).min()) if keys.numel() else 0
+    return ordered.masked_fill(is_none, 0)[..., :width], is_none[..., :width]

@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from longcat_pd.kernels.reference.rows import batched
+
 
 def index_scores(index_q: Tensor, weights: Tensor, *, cache: Tensor, block_tables: Tensor) -> Tensor:
     """See ``ops.IndexScores``. In fp32 throughout: rounding to 16 bits would make ties of what differs."""
     batch, rows, heads, width = index_q.shape
     keys = cache[block_tables].view(batch, -1, width).float()
-    dots = torch.bmm(index_q.reshape(batch, rows * heads, width).float(), keys.transpose(1, 2)).relu_()
-    scores = torch.bmm(weights.reshape(batch * rows, 1, heads), dots.view(batch * rows, heads, -1))
+    dots = batched(index_q.reshape(batch, rows * heads, width).float(), keys.transpose(1, 2)).relu()
+    scores = torch.bmm(weights.reshape(batch * rows, 1, heads), dots.reshape(batch * rows, heads, -1))
     return scores.view(batch, rows, -1)
 
 

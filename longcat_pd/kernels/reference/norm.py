@@ -9,9 +9,7 @@ from torch.nn import functional
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``ops.RmsNorm``."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * weight).to(x.dtype)
+    return functional.rms_norm(x, weight.shape, weight, eps)
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, *, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
