@@ -23,7 +23,7 @@ class Mesh:
         self._axes = {
             axis.name: AxisGroup(
                 axis.name,
-                layout.group_of(rank, axis.name),
+                axis.size,
                 layout.coordinate(rank, axis.name),
                 groups.get(axis.name),
             )
