@@ -1,0 +1,227 @@
+"""Plans by hand: chunks, depth, batching, what outputs mean, who may have which block when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from longcat_pd.config.schema import ParallelConfig
+from longcat_pd.engine.plan import Segment, SlotOutput, StepOutput, StepPlan
+from longcat_pd.engine.request import TokenOutput
+from longcat_pd.engine.scheduler import Scheduler
+from longcat_pd.engine.sequence import Sequence, Stage
+from longcat_pd.errors import EngineFault
+from longcat_pd.kv_transfer.messages import Arrival, TransferClosed
+from longcat_pd.wire import pack, unpack
+from tests.unit.engine_rig import engine_config, push, request
+
+
+def scheduler(parallel: ParallelConfig | None = None, **changes: Any) -> Scheduler:
+    return Scheduler(engine_config(**changes), parallel or ParallelConfig(), eos_token_ids=frozenset({20}))
+
+
+def admitted(s: Scheduler, num_prompt: int, max_tokens: int = 4, **sampling: Any) -> Sequence:
+    seq = s.room.enqueue(request([50] * num_prompt, max_tokens, **sampling), num_prompt + max_tokens)
+    assert s.room.admit_waiting() == [seq]
+    return seq
+
+
+def answer(plan: StepPlan, **tokens: int) -> list[StepOutput]:
+    slots = tuple(SlotOutput(slot=int(k[1:]), token_ids=(v,)) for k, v in tokens.items())
+    return [StepOutput(step_id=plan.step_id, rank=0, slots=slots)]
+
+
+def next_plan(s: Scheduler) -> StepPlan:
+    plan = s.next_plan(0.0)
+    assert plan is not None
+    return plan
+
+
+def chunks(plan: StepPlan) -> list[tuple[int, int, int, bool]]:
+    return [(g.slot, g.start, g.num_tokens, g.is_last) for g in plan.segments]
+
+
+def test_a_prompt_is_cut_at_block_borders_within_the_budget() -> None:
+    s = scheduler(max_num_batched_tokens=10)  # two blocks of four
+    seq = admitted(s, 19)
+    s.start_prefill(seq, None)
+    seen = []
+    for _ in range(3):
+        plan = next_plan(s)
+        seen += chunks(plan)
+        assert s.next_plan(0.0) is None, "one plan in flight for each pipeline stage"
+        s.apply(answer(plan, s0=7) if plan.segments[0].is_last else answer(plan), 0.0)
+    assert seen == [(0, 0, 8, False), (0, 8, 8, False), (0, 16, 3, True)]
+    assert seq.stage is Stage.PREFILLED and seq.num_computed == 19
+
+
+def test_as_many_plans_fly_as_there_are_stages_and_they_share_their_budget_among_prompts() -> None:
+    s = scheduler(ParallelConfig(pp_size=2), max_num_batched_tokens=8, num_blocks=64)
+    first, second = admitted(s, 3), admitted(s, 14)
+    s.start_prefill(first, None)
+    s.start_prefill(second, None)
+    one, two = next_plan(s), next_plan(s)
+    assert chunks(one) == [(0, 0, 3, True), (1, 0, 4, False)]
+    assert chunks(two) == [(1, 4, 8, False)]
+    assert s.next_plan(0.0) is None
+    s.apply(answer(one, s0=7), 0.0)
+    assert chunks(next_plan(s)) == [(1, 12, 2, True)]
+    assert [a.slot for a in one.admit] == [0, 1] and not two.admit
+
+
+def test_prompts_go_before_one_step_for_all_that_decode() -> None:
+    s = scheduler()
+    old = [admitted(s, 2), admitted(s, 3)]
+    for seq in old:
+        s.start_prefill(seq, None)
+    s.apply(answer(next_plan(s), s0=7, s1=8), 0.0)
+    s.start_decode(old[0], TokenOutput(7))
+    s.start_decode(old[1], TokenOutput(8))
+    new = admitted(s, 5)
+    s.start_prefill(new, None)
+    plan = next_plan(s)
+    assert plan.phase == "prefill" and chunks(plan) == [(2, 0, 5, True)]
+    s.apply(answer(plan, s2=9), 0.0)
+    step = next_plan(s)
+    assert step.phase == "decode"
+    assert step.segments == tuple(Segment(slot=i, start=-1, num_tokens=1, is_last=True) for i in (0, 1))
+    assert s.apply(answer(step, s0=1, s1=2), 0.0) == [(old[0], (TokenOutput(1),)), (old[1], (TokenOutput(2),))]
+
+
+def test_only_one_decode_step_flies_even_with_stages_to_spare() -> None:
+    s = scheduler(ParallelConfig(pp_size=2))
+    seq = admitted(s, 2)
+    s.start_prefill(seq, None)
+    s.apply(answer(next_plan(s), s0=7), 0.0)
+    s.start_decode(seq, TokenOutput(7))
+    next_plan(s)
+    assert s.next_plan(0.0) is None
+
+
+def test_tokens_behind_the_end_do_not_count() -> None:
+    s = scheduler()
+    seq = admitted(s, 2, 9)
+    s.start_prefill(seq, None)
+    s.apply(answer(next_plan(s), s0=7), 0.0)
+    s.start_decode(seq, TokenOutput(7))
+    plan = next_plan(s)
+    several = StepOutput(
+        step_id=plan.step_id,
+        rank=0,
+        slots=(SlotOutput(slot=0, token_ids=(18, 20, 21), logprobs=(-1.0, -2.0, -3.0), top=((), ((20, -2.0),), ())),),
+    )
+    ((_, tokens),) = s.apply([several], 0.0)
+    assert tokens == (TokenOutput(18, -1.0), TokenOutput(20, -2.0, ((20, -2.0),)))
+    assert seq.stage is Stage.ENDED and [t.token_id for t in seq.outputs] == [7, 18, 20]
+
+
+def test_a_slot_has_its_next_tenant_while_the_output_for_the_last_one_is_on_its_way() -> None:
+    s = scheduler(max_num_seqs=1)
+    old = admitted(s, 2)
+    s.start_prefill(old, None)
+    first = next_plan(s)
+    s.release(old)
+    assert next_plan(s).retire == (0,)
+    new = admitted(s, 3)
+    s.start_prefill(new, None)
+    assert s.apply(answer(first, s0=7), 0.0) == []
+    assert new.num_computed == 0 and new.stage is Stage.PREFILLING
+
+
+def test_what_ranks_know_comes_back_with_their_next_plan_and_only_once() -> None:
+    s = scheduler()
+    seq = admitted(s, 8)
+    s.start_prefill(seq, None)
+    next_plan(s)
+    used = s.room.figures().blocks["live"]
+    s.release(seq)
+    s.release(seq)
+    assert s.room.figures().blocks["live"] == used, "ranks may still write there"
+    assert next_plan(s).retire == (0,)
+    assert s.room.figures().blocks["live"] == 0 and s.room.figures().running == 0
+    assert s.next_plan(0.0) is None
+
+
+def arrival(seq: Sequence) -> Arrival:
+    return Arrival(
+        transfer_id="t", group=0, peer="p0", peer_incarnation="i", source_pp_size=1, source_cp_size=1, source_layers=(1,),
+        prompt_len=seq.num_prompt_tokens, blocks=pack(seq.blocks), split_start=0, generation=seq.generation,
+    )  # fmt: skip
+
+
+def test_an_arrival_is_announced_then_admitted_with_its_prompt_computed() -> None:
+    s = scheduler()
+    seq = admitted(s, 6)
+    s.announce(seq, arrival(seq))
+    assert next_plan(s).arrivals == (arrival(seq),)
+    s.attach(seq, request([50] * 6, 3, temperature=0.5, seed=9))
+    s.start_decode(seq, TokenOutput(7))
+    plan = next_plan(s)
+    (admit,) = plan.admit
+    assert (admit.arrival, admit.num_computed, admit.prompt_len) == ("t", 6, 6)
+    assert list(unpack(admit.token_ids)) == [50] * 6 + [7]
+    assert (admit.sampling.temperature, admit.sampling.seed) == (0.5, 9)
+    assert plan.phase == "decode" and len(plan.segments) == 1
+
+
+def test_an_arrival_that_is_given_up_is_dropped_and_its_blocks_wait_for_that_plan() -> None:
+    s = scheduler()
+    seq = admitted(s, 6)
+    s.announce(seq, arrival(seq))
+    next_plan(s)
+    s.release(seq)
+    assert s.room.figures().blocks["reserved"] == 3
+    plan = next_plan(s)
+    assert plan.drop == ("t",) and not plan.retire
+    assert s.room.figures().blocks["reserved"] == 0
+
+
+def test_an_arrival_that_no_plan_has_announced_leaves_no_trace() -> None:
+    s = scheduler()
+    seq = admitted(s, 6)
+    s.announce(seq, arrival(seq))
+    s.release(seq)
+    assert s.next_plan(0.0) is None and s.room.figures().blocks["reserved"] == 0
+
+
+def test_a_finished_push_needs_no_quarantine() -> None:
+    s = scheduler(ParallelConfig(pp_size=2))
+    seq = admitted(s, 6)
+    s.start_prefill(seq, push("t"))
+    next_plan(s)
+    for rank in (1, 0, 0):
+        s.room.closed(TransferClosed(transfer_id="t", rank=rank, ok=True))
+    s.release(seq)
+    assert next_plan(s).cancel_push == ()
+    assert s.room.figures().blocks["quarantined"] == 0
+
+
+def test_a_push_that_ends_between_the_cancel_and_its_plan_frees_once() -> None:
+    s = scheduler()
+    seq = admitted(s, 6)
+    s.start_prefill(seq, push("t"))
+    next_plan(s)
+    s.release(seq)
+    s.room.closed(TransferClosed(transfer_id="t", rank=0, ok=True))
+    assert next_plan(s).cancel_push == ("t",)
+    blocks = s.room.figures().blocks
+    assert (blocks["quarantined"], blocks["live"], blocks["reserved"]) == (0, 0, 0)
+
+
+def test_ranks_that_answer_out_of_order_or_leave_a_token_out_are_a_fault() -> None:
+    s = scheduler()
+    seq = admitted(s, 2)
+    s.start_prefill(seq, None)
+    plan = next_plan(s)
+    with pytest.raises(EngineFault, match="no token for slot 0"):
+        s.apply(answer(plan), 0.0)
+    s = scheduler()
+    next_id = s.checkpoint(0.0).step_id
+    with pytest.raises(EngineFault, match=f"not {next_id}"):
+        s.apply([StepOutput(step_id=next_id + 1, rank=0)], 0.0)
+
+
+def test_plans_are_numbered_without_a_gap() -> None:
+    s = scheduler()
+    assert [s.checkpoint(0.0).step_id for _ in range(3)] == [1, 2, 3]
