@@ -1,0 +1,315 @@
+"""The balancer's process over real sockets, before workers that are a few lines of HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from longcat_pd.config.resolve import instance_spec, load
+from longcat_pd.config.schema import ClusterConfig
+from longcat_pd.tiny.configs import make_config
+from tests.balancer_rig import BODY, CHAT, DONE, WHOLE_BYTES, chunk
+
+STREAMED = {**BODY, "stream": True}
+
+
+class Worker:
+    """One instance: says ready, and answers legs as ``act`` says: good, hang, cut (after one event), slow."""
+
+    def __init__(self, name: str, role: str, port: int, *, peers: list[str], digest: str) -> None:
+        self.name, self.role, self.port = name, role, port
+        self.act = "good"
+        self.has_leg = asyncio.Event()
+        self._writers: set[asyncio.StreamWriter] = set()
+        self.closed_at: float | None = None  # when the balancer ended a leg that hung
+        self._ready = {
+            "ready": True,
+            "busy": False,
+            "role": role,
+            "instance": name,
+            "incarnation": "1",
+            "config_digest": digest,
+            "ranks": {"total": 1, "ok": 1},
+            "peers": dict.fromkeys(peers, "up"),
+            "reasons": [],
+        }
+        self._server: asyncio.Server
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+
+    async def stop(self) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            while line := await reader.readline():
+                path, length = line.split()[1].decode(), 0
+                while (header := await reader.readline()) != b"\r\n":
+                    if header.lower().startswith(b"content-length:"):
+                        length = int(header.split(b":")[1])
+                await reader.readexactly(length)
+                if path == "/ready":
+                    _send(writer, json.dumps(self._ready).encode())
+                elif path == "/debug/accounting":
+                    _send(writer, json.dumps({"idle": True, "outstanding": 0}).encode())
+                else:
+                    self.has_leg.set()
+                    await self._leg(reader, writer, is_stream=length > len(json.dumps(BODY)))
+                await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    async def _leg(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_stream: bool) -> None:
+        if self.act == "hang":
+            await reader.read()
+            self.closed_at = time.monotonic()
+        elif self.role == "prefill":
+            _send(writer, b'{"object":"prefill","transfer_id":"x","prompt_tokens":3,"timings_ms":{}}')
+        elif not is_stream:
+            _send(writer, WHOLE_BYTES)
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+            pieces = {
+                "good": [chunk("a"), chunk("", "stop") + DONE],
+                "cut": [chunk("a"), chunk("b")[:9]],
+                "slow": [chunk("a")] + [chunk("b")] * 20 + [DONE],
+            }[self.act]
+            for piece in pieces:
+                writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+                await writer.drain()
+                if self.act == "slow":
+                    await asyncio.sleep(0.1)
+            if self.act == "cut":
+                writer.transport.abort()
+            else:
+                writer.write(b"0\r\n\r\n")
+
+
+def _send(writer: asyncio.StreamWriter, body: bytes) -> None:
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Balancer:
+    """The process."""
+
+    def __init__(self, config: Path, port: int) -> None:
+        self.config, self.url = config, f"http://127.0.0.1:{port}"
+        self.process: asyncio.subprocess.Process
+        self.port = port
+
+    async def start(self, *settings: str) -> None:
+        command = [sys.executable, "-m", "longcat_pd.load_balancer", "--config", str(self.config)]
+        command += [part for item in settings for part in ("--set", item)]
+        self.process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+
+    async def ready(self) -> float:
+        began = time.monotonic()
+        async with httpx.AsyncClient(trust_env=False) as client:
+            while time.monotonic() - began < 10:
+                try:
+                    if (await client.get(f"{self.url}/ready")).status_code == 200:
+                        return time.monotonic() - began
+                except httpx.TransportError:
+                    pass
+                await asyncio.sleep(0.05)
+        raise AssertionError("not ready")
+
+    async def end(self) -> tuple[int, str]:
+        assert self.process.stderr is not None
+        text = await asyncio.wait_for(self.process.stderr.read(), 10)
+        return await self.process.wait(), text.decode()
+
+
+class Site:
+    def __init__(self, balancer: Balancer, p0: Worker, d0: Worker, client: httpx.AsyncClient) -> None:
+        self.balancer, self.p0, self.d0, self.client = balancer, p0, d0, client
+
+    async def idle(self) -> bool:
+        account = (await self.client.get("/debug/accounting")).json()
+        return bool(account["idle"]) and account["outstanding"] == 0
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(make_config("2.0", [], dtype="float32")))
+    ports = [free_port() for _ in range(3)]
+    config = tmp_path / "cluster.yaml"
+    config.write_text(
+        f"model: {{path: {model}}}\n"
+        f"load_balancer: {{host: 127.0.0.1, port: {ports[0]}}}\n"
+        f"prefill: {{engine: {{block_size: 16}}, instances: [{{name: p0, http_port: {ports[1]}}}]}}\n"
+        f"decode: {{engine: {{block_size: 16}}, instances: [{{name: d0, http_port: {ports[2]}}}]}}\n"
+    )
+    cluster = load(config)
+    p0 = Worker("p0", "prefill", ports[1], peers=["d0"], digest=digest(cluster, "p0"))
+    d0 = Worker("d0", "decode", ports[2], peers=["p0"], digest=digest(cluster, "d0"))
+    await p0.start()
+    await d0.start()
+    balancer = Balancer(config, ports[0])
+    await balancer.start()
+    await balancer.ready()
+    async with httpx.AsyncClient(base_url=balancer.url, timeout=20, trust_env=False) as client:
+        yield Site(balancer, p0, d0, client)
+    if balancer.process.returncode is None:
+        balancer.process.kill()
+        await balancer.end()
+    await p0.stop()
+    await d0.stop()
+
+
+def resident_kib(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0])
+
+
+def digest(cluster: ClusterConfig, name: str) -> str:
+    return instance_spec(cluster, name).config_digest
+
+
+async def test_answers_streams_memory_and_an_ordered_end(site: Site) -> None:
+    assert (await site.client.post(CHAT, json=BODY)).content == WHOLE_BYTES
+    answer = await site.client.post(CHAT, json=STREAMED)
+    assert answer.content == chunk("a") + chunk("", "stop") + DONE
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    answers = await asyncio.gather(*(site.client.post(CHAT, json=STREAMED) for _ in range(64)))
+    assert {a.content for a in answers} == {answer.content}
+    assert (await site.client.get("/health_generate")).json()["by"] == "traffic"
+    assert resident_kib(site.balancer.process.pid) < 100 * 1024
+    assert await site.idle()
+    site.balancer.process.terminate()
+    code, text = await site.balancer.end()
+    assert code == 0
+    assert "drain_finished" in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("body", [BODY, STREAMED])
+async def test_a_client_that_leaves_is_noticed_and_both_legs_end(site: Site, body: Any) -> None:
+    site.p0.act = site.d0.act = "hang"
+    with pytest.raises(httpx.ReadTimeout):
+        await site.client.post(CHAT, json=body, timeout=0.5)
+    left = time.monotonic()
+    await asyncio.sleep(0.5)
+    for worker in (site.p0, site.d0):
+        assert worker.closed_at is not None
+        assert worker.closed_at - left < 0.5
+    assert await site.idle()
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_stream(site: Site) -> None:
+    site.d0.act = "slow"
+    async with site.client.stream("POST", CHAT, json=STREAMED) as response:
+        async for _ in response.aiter_raw():
+            break
+    await asyncio.sleep(0.5)
+    assert await site.idle()
+
+
+async def test_a_stream_that_breaks_ends_properly(site: Site) -> None:
+    site.d0.act = "cut"
+    answer = await site.client.post(CHAT, json=STREAMED)
+    assert answer.status_code == 200
+    good, error, rest = answer.text.split("\n\n")
+    assert (good.encode() + b"\n\n", rest) == (chunk("a"), "")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "worker_unavailable"
+
+
+async def test_a_killed_balancer_cancels_its_legs_and_a_new_one_serves_within_three_seconds(site: Site) -> None:
+    site.p0.act = site.d0.act = "hang"
+    asking = asyncio.ensure_future(site.client.post(CHAT, json=BODY))
+    await site.d0.has_leg.wait()
+    killed = time.monotonic()
+    site.balancer.process.kill()
+    await site.balancer.end()
+    with pytest.raises(httpx.TransportError):
+        await asking
+    await asyncio.sleep(0.2)
+    for worker in (site.p0, site.d0):
+        assert worker.closed_at is not None
+        assert worker.closed_at - killed < 1
+        worker.act = "good"
+    await site.balancer.start()
+    assert await site.balancer.ready() < 3
+    assert (await site.client.post(CHAT, json=BODY)).status_code == 200
+
+
+async def test_draining_finishes_what_runs_and_refuses_what_comes(site: Site) -> None:
+    site.d0.act = "slow"
+    running = asyncio.ensure_future(site.client.post(CHAT, json=STREAMED))
+    await site.d0.has_leg.wait()
+    site.balancer.process.send_signal(signal.SIGTERM)
+    await asyncio.sleep(0.2)
+    late = await site.client.post(CHAT, json=BODY)
+    assert (late.status_code, late.json()["error"]["code"]) == (503, "draining")
+    assert (await site.client.get("/ready")).status_code == 503
+    assert (await site.client.get("/health")).status_code == 200
+    assert (await running).content.endswith(DONE)
+    assert (await site.balancer.end())[0] == 0
+
+
+async def test_a_second_signal_cuts_what_runs(site: Site) -> None:
+    site.d0.act = "slow"
+    running = asyncio.ensure_future(site.client.post(CHAT, json=STREAMED))
+    await site.d0.has_leg.wait()
+    await asyncio.sleep(0.2)
+    for _ in range(2):
+        site.balancer.process.send_signal(signal.SIGINT)
+        await asyncio.sleep(0.1)
+    last = (await running).text.split("\n\n")[-2]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
+    assert (await site.balancer.end())[0] == 3
+
+
+async def test_a_start_that_cannot_work_is_refused_with_status_two(site: Site) -> None:
+    second = Balancer(site.balancer.config, site.balancer.port)
+    await second.start()
+    code, text = await second.end()
+    assert code == 2
+    assert f"port {second.port}" in text
+    assert f"pid {site.balancer.process.pid}" in text
+    assert str(os.getpid()) not in text
+    await second.start("load_balancer.retry=x", "load_balancer.max_inflight=-1")
+    code, text = await second.end()
+    assert code == 2
+    assert text.count("error: ") == 2
+    assert "Traceback" not in text
+
+
+async def test_a_worker_that_goes_and_comes_back_is_followed(site: Site) -> None:
+    await site.d0.stop()
+    began = time.monotonic()
+    while (await site.client.get("/ready")).status_code == 200:
+        assert time.monotonic() - began < 2.5
+        await asyncio.sleep(0.05)
+    answer = await site.client.post(CHAT, json=BODY)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_unavailable")
+    await site.d0.start()
+    assert await site.balancer.ready() < 2
+    assert (await site.client.post(CHAT, json=BODY)).status_code == 200
