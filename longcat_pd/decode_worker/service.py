@@ -153,6 +153,6 @@ class DecodeService:
         reports = await transfer.within(math.inf, self._engine.transfer_closed(transfer.id), "cache")
         transfer.check(reports)
         self._metrics.transfer_bytes_total.inc(sum(r.num_bytes for r in reports))
-        commit = await transfer.committed()
+        commit = await transfer.committed(self._offers.limits.commit_s)
         self._engine.stamp(seq, Event.COMMITTED)
         return TokenOutput(commit.token_id, commit.logprob, commit.top)

@@ -69,10 +69,8 @@ class IncomingTransfer(OpenTransfer):
         self.is_granted = True
         self._offers.send_to(self.peer, grant)
 
-    async def committed(self, limit_s: float | None = None) -> Commit:
-        """The commit; with a limit once only it is missing. Raises TransferFailed, DeadlineExceeded."""
-        if limit_s is None:
-            return await self.during(asyncio.shield(self._commit))
+    async def committed(self, limit_s: float) -> Commit:
+        """The commit, once only it is missing. Raises TransferFailed, DeadlineExceeded."""
         return await self.within(limit_s, asyncio.shield(self._commit), "commit")
 
     def acknowledge(self) -> None:

@@ -1,0 +1,46 @@
+"""What a worker's driver is put together from. The role adds its service and its side of the control sockets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longcat_pd.clock import Clock
+from longcat_pd.config.model import ModelConfig
+from longcat_pd.config.schema import InstanceSpec
+from longcat_pd.engine.driver import Engine
+from longcat_pd.engine.executor import ProcessExecutor, rank_specs
+from longcat_pd.kv_transfer.messages import Hello
+from longcat_pd.metrics import Metrics
+from longcat_pd.server.identity import own_hello
+from longcat_pd.server.launch import ForkedRanks
+from longcat_pd.wire import WIRE_VERSION, to_json
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What a role builds its service from."""
+
+    spec: InstanceSpec
+    hello: Hello
+    engine: Engine
+    clock: Clock
+    metrics: Metrics
+
+
+def make_parts(spec: InstanceSpec, rank_entry: str, clock: Clock) -> Parts:
+    """An engine over rank processes that is not started. ``rank_entry``: module:function. Raises ConfigError."""
+    model = ModelConfig.load(spec.model.path)
+    hello = own_hello(spec, model)
+    metrics = Metrics(role=spec.role, instance=spec.name)
+    metrics.build_info(version=hello.code_version, model_digest=hello.model_digest, wire_version=str(WIRE_VERSION))
+    ranks = rank_specs(spec, hello.incarnation)
+    processes = ForkedRanks(rank_entry, [to_json(rank) for rank in ranks], clock=clock)
+    engine = Engine(
+        spec.engine,
+        spec.parallel,
+        executor=ProcessExecutor(ranks, processes, config=spec.engine, clock=clock),
+        eos_token_ids=frozenset(model.eos_token_id),
+        clock=clock,
+        metrics=metrics,
+    )
+    return Parts(spec=spec, hello=hello, engine=engine, clock=clock, metrics=metrics)
