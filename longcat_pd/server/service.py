@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +23,11 @@ class Readiness:
     reasons: tuple[dict[str, Any], ...] = ()
     is_lost: bool = False  # /health is 503: the process cannot recover and is about to exit
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether the instance has not loaded yet what it serves."""
+        return any(reason["code"] == "starting" for reason in self.reasons)
+
 
 class Service(Protocol):
     """One instance behind a face. Implemented by the standalone engine, the prefill worker and the decode worker."""
@@ -32,8 +37,8 @@ class Service(Protocol):
     model: ModelSection
     engine_config: EngineConfig
 
-    def generate(self, request: Request) -> AsyncIterator[Delta]:
-        """Run one request. Closing the iterator is the only cancel; errors are raised as LongcatError.
+    def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+        """Run one request. Closing the generator is the only cancel; errors are raised as LongcatError.
 
         A prefill worker yields exactly one Delta (no tokens, timings set) after the acknowledgement.
         """

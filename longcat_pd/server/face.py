@@ -1,0 +1,108 @@
+"""Generation without HTTP: a body in, an answer or the chunks of a stream out.
+
+``await Face(service, text).answer_values(route, values)`` is all that offline use needs. Owns the way of one body through
+checking, prompt and answer; closing a generator or cancelling a call of it closes what it has open in the service.
+Knows no headers.
+"""
+
+from __future__ import annotations
+
+import secrets
+import zlib
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from importlib import metadata
+from typing import Any
+
+from longcat_pd.metrics import RequestMetrics
+from longcat_pd.server.answers import AnswerForm
+from longcat_pd.server.gate import Gate
+from longcat_pd.server.openai import Body, read_body
+from longcat_pd.server.parsers import Parsers
+from longcat_pd.server.requests import Adopted, Call, Encoded, PromptSource
+from longcat_pd.server.running import Running
+from longcat_pd.server.sampling_defaults import SamplingDefaults
+from longcat_pd.server.service import Service
+from longcat_pd.server.text import TextProcessor
+
+OFFLINE_LIMIT_S = 86400.0
+
+
+class Face:
+    """The generation face of one instance.
+
+    Args:
+        service: the instance; a decode worker's prompts come from hand-overs.
+        text: of the same checkpoint.
+        gate: lets requests in and can cut them; None: one of its own.
+        metrics: where requests are counted; None offline.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        text: TextProcessor,
+        *,
+        gate: Gate | None = None,
+        metrics: RequestMetrics | None = None,
+    ) -> None:
+        self._service = service
+        self._text = text
+        self.defaults = SamplingDefaults.load(service.model.path)
+        self.encoded = Encoded(text, model=service.model, engine=service.engine_config, defaults=self.defaults)
+        self._adopted = Adopted(service, text, defaults=self.defaults)
+        self._running = Running(service, Parsers(service.model, text).choice, gate=gate or Gate(), metrics=metrics)
+
+    def call(self, request_id: str, time_left_s: float) -> Call:
+        """What surrounds a body that belongs to no hand-over."""
+        return Call(request_id=request_id, deadline=self._service.now() + time_left_s)
+
+    def admit(self) -> None:
+        """Raise what a new body is refused with now: draining, too many, starting."""
+        self._running.admit()
+
+    def last_token(self) -> float | None:
+        """When any request got a token, on the service's clock."""
+        return self._running.last_token
+
+    def read(self, route: str, values: dict[str, Any]) -> Body:
+        """Check a body. Raises InvalidRequest or NotFound."""
+        return read_body(route, values, self._service.model.served_name)
+
+    async def answer_values(self, route: str, values: dict[str, Any]) -> dict[str, Any]:
+        """The whole answer to a body, as for a client that does not stream. Raises LongcatError."""
+        return await self.answer(self.read(route, values), self.call(secrets.token_hex(16), OFFLINE_LIMIT_S))
+
+    async def answer(self, body: Body, call: Call) -> dict[str, Any]:
+        """The whole answer. Raises LongcatError."""
+        form = self._form(body, call)
+        async with aclosing(self._running.pieces(body, call, self._prompts(), begin=form.begin)) as pieces:
+            return form.whole([piece async for piece in pieces])
+
+    async def chunks(self, body: Body, call: Call) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of a stream, the first not before the first token. Raises LongcatError."""
+        form = self._form(body, call)
+        async with aclosing(self._running.pieces(body, call, self._prompts(), begin=form.begin)) as pieces:
+            async for piece in pieces:
+                yield form.chunk(piece)
+        if body.include_usage:
+            yield form.usage_chunk()
+
+    async def prefilled(self, body: Body, call: Call) -> dict[str, Any]:
+        """A prefill leg's answer, after the hand-overs of all choices are acknowledged. Raises LongcatError."""
+        assert call.transfer is not None, "the route demands the headers of a hand-over"
+        record = await self._running.hand_over(body, call, self._prompts())
+        return {
+            "object": "prefill",
+            "transfer_id": call.transfer.id,
+            "prompt_tokens": record.num_prompt,
+            "timings_ms": record.timings_ms,
+        }
+
+    def _prompts(self) -> PromptSource:
+        return self._adopted if self._service.role == "decode" else self.encoded
+
+    def _form(self, body: Body, call: Call) -> AnswerForm:
+        seen = f"{metadata.version('longcat-pd')} {self._service.readiness().config_digest}"
+        fingerprint = f"fp_{zlib.crc32(seen.encode()):08x}"
+        return AnswerForm(body, call.request_id, fingerprint=fingerprint, show=self._text.token_text)

@@ -1,0 +1,58 @@
+"""Several sources of one answer at once, with one limit of time for all of them.
+
+Each source runs to its end, closing included, in a task of its own, so that its context managers are entered and left in
+the same task. Closing the merged generator cancels them and waits until they have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+from longcat_pd.errors import DeadlineExceeded, LongcatError
+from longcat_pd.server.gate import Cut
+
+T = TypeVar("T")
+
+
+async def merged(
+    sources: Sequence[AsyncGenerator[T, None]], *, time_left_s: float, cuts: list[Cut]
+) -> AsyncGenerator[T, None]:
+    """The items of all sources as they come.
+
+    Args:
+        sources: one that raises ends all of them with its exception.
+        time_left_s: DeadlineExceeded afterwards.
+        cuts: gets a function by which another part of the process ends the whole with an error.
+    """
+    queue: asyncio.Queue[T | asyncio.Task[None] | LongcatError] = asyncio.Queue()
+
+    async def pump(source: AsyncGenerator[T, None]) -> None:
+        async with aclosing(source):
+            async for item in source:
+                queue.put_nowait(item)
+
+    tasks = [asyncio.ensure_future(pump(source)) for source in sources]
+    for task in tasks:
+        task.add_done_callback(queue.put_nowait)
+    expired = DeadlineExceeded("the time limit of the request is over")
+    timer = asyncio.get_running_loop().call_later(max(time_left_s, 0.0), queue.put_nowait, expired)
+    num_running = len(tasks)
+    cuts.append(queue.put_nowait)
+    try:
+        while num_running:
+            item = await queue.get()
+            if isinstance(item, asyncio.Task):
+                item.result()
+                num_running -= 1
+            elif isinstance(item, LongcatError):
+                raise item
+            else:
+                yield item
+    finally:
+        timer.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,177 @@
+"""From a checked body to the requests of an engine, one for each choice.
+
+Owns the two ways in which an instance comes to its prompt: it encodes the body's text itself, or it adopts the ids of a
+hand-over. Owns what is checked with the tokenizer, the vocabulary and the length of the context, and the defaults that
+depend on them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from longcat_pd.config.schema import EngineConfig, ModelSection
+from longcat_pd.engine.request import Request, SamplingParams, TransferRef
+from longcat_pd.errors import InvalidRequest
+from longcat_pd.server.openai import Body, ChatBody, CompletionBody
+from longcat_pd.server.sampling_defaults import SamplingDefaults
+from longcat_pd.server.service import Service
+from longcat_pd.server.text import TextProcessor
+
+_LONG_TEXT = 4096  # characters; what is longer is encoded in a thread, for it would hold up everybody's tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What surrounds one body: its name, its end on the service's clock, and the hand-over that it belongs to."""
+
+    request_id: str
+    deadline: float
+    transfer: TransferRef | None = None
+    attempt: int = 1
+
+    def transfer_of(self, choice: int, num_choices: int) -> TransferRef | None:
+        """The hand-over of one choice: several have one each."""
+        if self.transfer is None or num_choices == 1:
+            return self.transfer
+        return TransferRef(id=f"{self.transfer.id}.{choice}", peer=self.transfer.peer)
+
+
+RequestOf = Callable[[int], Awaitable[Request]]
+
+
+class PromptSource(Protocol):
+    """Where the prompt comes from."""
+
+    async def open(self, body: Body, call: Call) -> RequestOf:
+        """Check the body; the request of a choice by its number. Raises InvalidRequest."""
+        ...
+
+
+class Encoded:
+    """Prompts that this instance encodes itself."""
+
+    def __init__(
+        self, text: TextProcessor, *, model: ModelSection, engine: EngineConfig, defaults: SamplingDefaults
+    ) -> None:
+        self._text = text
+        self._model = model
+        self._max_model_len = engine.max_model_len
+        self._defaults = defaults
+
+    async def open(self, body: Body, call: Call) -> RequestOf:
+        """As PromptSource. All choices get the same seed, drawn here if the body has none."""
+        check_text(body, self._text)
+        ids = await self._prompt(body)
+        max_tokens = self._max_tokens(body, len(ids))
+        seed = secrets.randbits(63) if body.seed is None else body.seed
+
+        async def request_of(choice: int) -> Request:
+            return Request(
+                request_id=call.request_id,
+                prompt_token_ids=ids,
+                sampling=sampling_of(body, self._defaults, choice=choice, max_tokens=max_tokens, seed=seed),
+                deadline=call.deadline,
+                transfer=call.transfer_of(choice, body.n),
+            )
+
+        return request_of
+
+    async def encode_text(self, text: str, *, adds_special: bool = True) -> list[int]:
+        """The ids of a prompt. Raises InvalidRequest."""
+        return await _off_loop(len(text), partial(self._text.encode, text, adds_special=adds_special))
+
+    async def encode_chat(self, body: ChatBody) -> list[int]:
+        """The ids of a conversation. Raises InvalidRequest."""
+        length = sum(len(message["content"]) for message in body.messages)
+        return await _off_loop(length, partial(self._text.encode_chat, body.messages, body.tools, body.template_kwargs))
+
+    async def _prompt(self, body: Body) -> tuple[int, ...]:
+        if isinstance(body, ChatBody):
+            ids = tuple(await self.encode_chat(body))
+        elif isinstance(body.prompt, str):
+            ids = tuple(await self.encode_text(body.prompt))
+        else:
+            ids = body.prompt
+        self._text.check_ids(ids, "prompt")
+        if not ids:
+            raise InvalidRequest("the prompt encodes to no token", param=_prompt_param(body))
+        return ids
+
+    def _max_tokens(self, body: Body, num_prompt: int) -> int:
+        room = self._max_model_len - num_prompt
+        wanted = body.max_tokens
+        if wanted is None:
+            wanted = max(min(self._model.default_max_tokens, room), 1)
+        if wanted > room:
+            raise InvalidRequest(
+                f"prompt of {num_prompt} tokens + max_tokens of {wanted} exceed the context of {self._max_model_len}",
+                code="context_length_exceeded",
+                param=_prompt_param(body),
+            )
+        return wanted
+
+
+class Adopted:
+    """Prompts that come with a hand-over; the body says how to sample, the offer fixes max_tokens and seed."""
+
+    def __init__(self, service: Service, text: TextProcessor, *, defaults: SamplingDefaults) -> None:
+        self._service = service
+        self._text = text
+        self._defaults = defaults
+
+    async def open(self, body: Body, call: Call) -> RequestOf:
+        """As PromptSource."""
+        check_text(body, self._text)
+
+        async def request_of(choice: int) -> Request:
+            transfer = call.transfer_of(choice, body.n)
+            assert transfer is not None, "the route demands the headers of a hand-over"
+            sampling = sampling_of(body, self._defaults, choice=choice, max_tokens=body.max_tokens or 1, seed=0)
+            return await self._service.adopt(transfer, call.deadline, sampling)
+
+        return request_of
+
+
+def sampling_of(body: Body, defaults: SamplingDefaults, *, choice: int, max_tokens: int, seed: int) -> SamplingParams:
+    """How one choice is sampled."""
+    return SamplingParams(
+        temperature=defaults.temperature if body.temperature is None else body.temperature,
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        top_k=defaults.top_k if body.top_k is None else body.top_k,
+        max_tokens=max_tokens,
+        seed=seed,
+        choice=choice,
+        stop_token_ids=body.stop_token_ids,
+        num_logprobs=body.num_logprobs,
+        ignore_eos=body.ignore_eos,
+    )
+
+
+def check_text(body: Body, text: TextProcessor) -> None:
+    """Raise InvalidRequest for what the tokenizer or the vocabulary does not allow."""
+    text.check_ids(body.stop_token_ids, "stop_token_ids")
+    if text.has_tokenizer:
+        return
+    if isinstance(body, ChatBody) or isinstance(body.prompt, str):
+        text.need_tokenizer(_prompt_param(body))
+    if body.stop:
+        text.need_tokenizer("stop")
+    if not body.return_token_ids:
+        raise InvalidRequest(
+            "the checkpoint has no tokenizer: return_token_ids must be true",
+            code="tokenizer_missing",
+            param="return_token_ids",
+        )
+
+
+def _prompt_param(body: ChatBody | CompletionBody) -> str:
+    return "messages" if isinstance(body, ChatBody) else "prompt"
+
+
+async def _off_loop(length: int, encode: Callable[[], list[int]]) -> list[int]:
+    return encode() if length < _LONG_TEXT else await asyncio.to_thread(encode)

@@ -1,0 +1,118 @@
+"""Running the requests of one body in the service, from the first token to the last.
+
+Owns that all choices run at once, that one failing ends all, and that whatever ends the reading closes what is open in the
+service. Does not know what an answer looks like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+from longcat_pd.engine.request import Delta, Request
+from longcat_pd.errors import EngineFault, WorkerUnavailable
+from longcat_pd.metrics import RequestMetrics
+from longcat_pd.server.choice import ChoiceText, Piece
+from longcat_pd.server.gate import Cut, Gate
+from longcat_pd.server.journal import Journal, Record
+from longcat_pd.server.merge import merged
+from longcat_pd.server.openai import Body
+from longcat_pd.server.requests import Call, PromptSource, RequestOf
+from longcat_pd.server.service import Service
+
+T = TypeVar("T")
+
+ReaderOf = Callable[[Body, Sequence[int], int], ChoiceText]
+
+
+class Running:
+    """Runs bodies.
+
+    Args:
+        service: the instance.
+        reader_of: the reader of a choice of a body, from the prompt's ids and the choice's number.
+        gate: counts the bodies that run, and can cut them.
+        metrics: where they are counted; None offline.
+    """
+
+    def __init__(self, service: Service, reader_of: ReaderOf, *, gate: Gate, metrics: RequestMetrics | None) -> None:
+        self._service = service
+        self._reader_of = reader_of
+        self._gate = gate
+        self._journal = Journal(metrics, service.now)
+
+    @property
+    def last_token(self) -> float | None:
+        """When any request got a token, on the service's clock."""
+        return self._journal.last_token
+
+    def admit(self) -> None:
+        """Raise what a new body is refused with now: draining, too many, starting."""
+        self._gate.check()
+        if self._service.readiness().is_starting:
+            raise WorkerUnavailable("this server is starting", code="starting")
+
+    async def pieces(
+        self, body: Body, call: Call, prompts: PromptSource, *, begin: Callable[[Sequence[int]], None]
+    ) -> AsyncGenerator[Piece, None]:
+        """The pieces of all choices, interleaved; ``begin`` is told the prompt's ids before them. Raises LongcatError."""
+        num_tokens: dict[int, int] = {}
+        with self._gate.enter() as cuts, self._journal.request(call) as record:
+            request_of = await prompts.open(body, call)
+            sources = [self._choice(body, request_of, choice, record) for choice in range(body.n)]
+            async with aclosing(self._merged(sources, call, cuts)) as items:
+                async for item in items:
+                    if isinstance(item, Request):
+                        record.num_prompt = len(item.prompt_token_ids)
+                        begin(item.prompt_token_ids)
+                        continue
+                    self._journal.token(record)
+                    num_tokens[item.index] = item.num_tokens
+                    record.num_output = sum(num_tokens.values())
+                    record.finish = item.finish_reason or record.finish
+                    yield item
+
+    async def hand_over(self, body: Body, call: Call, prompts: PromptSource) -> Record:
+        """Prefill all choices and wait until their hand-overs are acknowledged. Raises LongcatError."""
+        with self._gate.enter() as cuts, self._journal.request(call) as record:
+            request_of = await prompts.open(body, call)
+            sources = [self._hand_over(request_of, choice) for choice in range(body.n)]
+            async with aclosing(self._merged(sources, call, cuts)) as items:
+                async for item in items:
+                    if isinstance(item, Request):
+                        record.num_prompt = len(item.prompt_token_ids)
+                    else:
+                        record.timings_ms = item.timings_ms
+            record.finish = "stop"
+        return record
+
+    def _merged(self, sources: list[AsyncGenerator[T, None]], call: Call, cuts: list[Cut]) -> AsyncGenerator[T, None]:
+        return merged(sources, time_left_s=call.deadline - self._service.now(), cuts=cuts)
+
+    async def _choice(
+        self, body: Body, request_of: RequestOf, index: int, record: Record
+    ) -> AsyncGenerator[Request | Piece, None]:
+        request = await request_of(index)
+        yield request
+        choice = self._reader_of(body, request.prompt_token_ids, index)
+        pieces: list[Piece] = []
+        async with aclosing(self._service.generate(request)) as deltas:
+            async for delta in deltas:
+                pieces = choice.push(delta)
+                record.timings_ms = delta.timings_ms or record.timings_ms
+                if choice.is_finished:
+                    break  # also in mid-generation: closing the generator frees what it holds, before the client is told
+                for piece in pieces:
+                    yield piece
+        if not choice.is_finished:
+            raise EngineFault("an answer ended without a reason")
+        for piece in pieces:
+            yield piece
+
+    async def _hand_over(self, request_of: RequestOf, index: int) -> AsyncGenerator[Request | Delta, None]:
+        request = await request_of(index)
+        yield request
+        async with aclosing(self._service.generate(request)) as deltas:
+            async for delta in deltas:
+                yield delta

@@ -1,0 +1,60 @@
+"""``/tokenize`` and ``/detokenize``: the ids that generation would use, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import Request, Response
+
+from longcat_pd.server.about_routes import Endpoint, Routes
+from longcat_pd.server.errors import json_response
+from longcat_pd.server.fields import Fields, as_integer
+from longcat_pd.server.intake import read_bytes
+from longcat_pd.server.openai import decode_body, read_chat
+from longcat_pd.server.requests import Encoded
+from longcat_pd.server.service import Service
+from longcat_pd.server.text import TextProcessor
+
+
+class Tokenization:
+    """Answers about text and ids of one checkpoint."""
+
+    def __init__(self, service: Service, text: TextProcessor, encoded: Encoded) -> None:
+        self._service = service
+        self._text = text
+        self._encoded = encoded
+
+    async def tokenize(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Ids of a prompt or of a conversation. Raises InvalidRequest."""
+        fields = Fields(values)
+        adds_special = fields.flag("add_special_tokens") is not False
+        if fields.get("messages") is None:
+            fields.required("prompt")
+            tokens = await self._encoded.encode_text(fields.text("prompt") or "", adds_special=adds_special)
+        else:
+            tokens = await self._encoded.encode_chat(read_chat(fields, self._service.model.served_name))
+        max_model_len = self._service.engine_config.max_model_len
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": max_model_len}
+
+    async def detokenize(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The text of ids, special tokens included. Raises InvalidRequest."""
+        fields = Fields(values)
+        fields.required("tokens")
+        ids = [as_integer(value, f"tokens[{i}]") for i, value in enumerate(fields.items("tokens") or [])]
+        self._text.need_tokenizer("tokens")
+        self._text.check_ids(ids, "tokens")
+        text = self._text.raw(ids)
+        return {"text": text, "prompt": text}
+
+
+def text_routes(tokenization: Tokenization, max_body_bytes: int) -> Routes:
+    """The two as POST routes."""
+
+    def answered_by(answer: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            return json_response(await answer(decode_body(await read_bytes(request, max_body_bytes))))
+
+        return endpoint
+
+    return {"/tokenize": answered_by(tokenization.tokenize), "/detokenize": answered_by(tokenization.detokenize)}

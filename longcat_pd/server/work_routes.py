@@ -1,0 +1,37 @@
+"""Routes that do work: generation, tokenisation, the end-to-end proof.
+
+Owns which of them an instance has, by its role.
+"""
+
+from __future__ import annotations
+
+from longcat_pd.config.schema import LoadBalancerConfig
+from longcat_pd.metrics import HttpMetrics
+from longcat_pd.server.about_routes import Endpoint, Routes, RouteTable
+from longcat_pd.server.face import Face
+from longcat_pd.server.generation import Generation
+from longcat_pd.server.openai import CHAT_ROUTE, COMPLETIONS_ROUTE
+from longcat_pd.server.probe import Probe, probe_route
+from longcat_pd.server.service import Service
+from longcat_pd.server.text import TextProcessor
+from longcat_pd.server.tokenization import Tokenization, text_routes
+
+
+def work_table(
+    face: Face, service: Service, text: TextProcessor, *, front: LoadBalancerConfig, metrics: HttpMetrics
+) -> RouteTable:
+    """Generation everywhere, for clients or for a balancer's legs; the rest where clients or the balancer ask for it."""
+    generation = Generation(face, front, metrics)
+    endpoints: dict[str, Endpoint] = {
+        "standalone": generation.for_client,
+        "prefill": generation.for_prefill_leg,
+        "decode": generation.for_decode_leg,
+    }
+    posts: Routes = dict.fromkeys((CHAT_ROUTE, COMPLETIONS_ROUTE), endpoints[service.role])
+    if service.role != "decode":
+        posts |= text_routes(Tokenization(service, text, face.encoded), front.max_body_bytes)
+    if service.role != "standalone":
+        return RouteTable(posts=posts)
+    # the probe's own face is outside of gate and metrics
+    probe = Probe(Face(service, text), last_token=face.last_token, now=service.now, name=service.name)
+    return RouteTable(open_gets=probe_route(probe), posts=posts)
