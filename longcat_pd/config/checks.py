@@ -104,8 +104,9 @@ def ports_of(spec: InstanceSpec) -> Iterator[PortUse]:
 
 
 def _offsets(role: Role, device: str, devices_per_node: int) -> Iterator[tuple[int, str]]:
-    """A standalone engine has one rank in its own process; devices have ports where a transport may listen on them."""
-    yield from INSTANCE_PORTS.items() if role != "standalone" else ((0, "HTTP"),)
+    """A standalone engine has no peers and no lanes; devices have ports where a transport may listen on them."""
+    unused = (1, 5) if role == "standalone" else ()
+    yield from ((offset, purpose) for offset, purpose in INSTANCE_PORTS.items() if offset not in unused)
     if device != "cpu":
         yield from ((DEVICE_PORTS + number, f"device {number}") for number in range(devices_per_node))
 

@@ -53,6 +53,8 @@ class StepLoop:
     async def start(self) -> Ready:
         """Start the ranks, then the loop. Raises ConfigError, RankLost or EngineFault when they do not come up."""
         ready = await self.executor.start(self._closed, self.fail)
+        load_s, weight_bytes = max(r.load_s for r in ready), sum(r.weight_bytes for r in ready)
+        logger().info("weights_loaded", ranks=len(ready), seconds=load_s, bytes=weight_bytes)
         task = asyncio.get_running_loop().create_task(self._run())
         task.add_done_callback(self._ended)
         self._tasks.append(task)

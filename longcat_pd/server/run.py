@@ -131,9 +131,10 @@ class _Life:
 
     async def run(self) -> int:
         """Start, serve, end; the exit status."""
+        began = self._clock.now()
         try:
             started = await _first(self._instance.start(), self._signals.first.wait())
-            status = await self._serve() if started == 0 else STATUS_OK
+            status = await self._serve(began) if started == 0 else STATUS_OK
         except ConfigError as error:
             status = refuse(error)
         except LongcatError as error:
@@ -145,8 +146,8 @@ class _Life:
         await _first(self._gate.empty(), self._clock.sleep(LAST_BYTES_S))
         return status
 
-    async def _serve(self) -> int:
-        logger().info("ready")
+    async def _serve(self, began: float) -> int:
+        logger().info("ready", seconds=self._clock.now() - began)
         logger().info(READY)
         ended = await _first(self._instance.failed(), _end_of(self._serving), self._signals.first.wait())
         return await self._drain() if ended == 2 else STATUS_FAULT

@@ -1,55 +1,47 @@
 """``longcat-pd infer``: request bodies from a file, one a line; their answers on standard output, one a line, in order.
 
-Owns the command's arguments and the order of its lines. The answers are the common face's, the rank is in this process.
+Owns the command's arguments. A line that fails is answered with its error object.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import secrets
 import sys
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from longcat_pd import log
-from longcat_pd.clock import MonotonicClock
 from longcat_pd.config import resolve
-from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import InstanceSpec
-from longcat_pd.engine.driver import Engine
-from longcat_pd.engine.executor import rank_specs
-from longcat_pd.engine.inline import InlineExecutor
 from longcat_pd.errors import ConfigError, LongcatError
-from longcat_pd.metrics import Metrics
-from longcat_pd.server.errors import error_object, known, to_json
-from longcat_pd.server.face import OFFLINE_LIMIT_S, Face
-from longcat_pd.server.openai import CHAT_ROUTE, COMPLETIONS_ROUTE, decode_body
+from longcat_pd.server.face import OFFLINE_LIMIT_S
 from longcat_pd.server.run import STATUS_FAULT, STATUS_OK, refuse
-from longcat_pd.server.text import TextProcessor
-from longcat_pd.standalone.service import StandaloneService
+from longcat_pd.standalone.batch import answer_in_order
+from longcat_pd.standalone.offline import offline
 
 _PORT = 8081  # names the instance's ports in its configuration; none is opened
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Answer a file; the exit status. A line that fails is answered with its error object and does not count."""
+    """Answer a file; the exit status. Refused lines do not count."""
     options = _parser().parse_args(arguments)
     log.set_up(level="warning")
     overrides = [*options.overrides, *([f"model.dtype={options.dtype}"] if options.dtype else [])]
     try:
         spec = _patient(resolve.standalone(options.model, overrides, host="127.0.0.1", port=_PORT))
-        lines = _lines(options.input)
-        return asyncio.run(_infer(spec, lines, sys.stdout))
+        return asyncio.run(_infer(spec, _lines(options.input), sys.stdout))
     except ConfigError as error:
         return refuse(error)
+    except LongcatError as error:
+        log.logger().error("infer_failed", code=error.code, reason=error.message)
+        return STATUS_FAULT
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="longcat-pd infer", description="Answer request bodies of a file, in order.")
+    parser = argparse.ArgumentParser(prog="longcat-pd infer", description="Answer the request bodies of a file, in order.")
     parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of weights and cache; else the checkpoint's")
     parser.add_argument("--input", required=True, metavar="FILE", help="JSON lines: bodies of chat or of completions")
@@ -62,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _patient(spec: InstanceSpec) -> InstanceSpec:
     """Nobody waits at the other end, so nothing is refused for waiting."""
-    return replace(spec, engine=replace(spec.engine, queue_timeout_s=OFFLINE_LIMIT_S, max_queued_requests=2**31))
+    return replace(spec, engine=replace(spec.engine, queue_timeout_s=OFFLINE_LIMIT_S, max_queued_requests=sys.maxsize))
 
 
 def _lines(path: str) -> list[bytes]:
@@ -74,51 +66,10 @@ def _lines(path: str) -> list[bytes]:
 
 
 async def _infer(spec: InstanceSpec, lines: Sequence[bytes], out: TextIO) -> int:
-    clock, metrics = MonotonicClock(), Metrics(role=spec.role, instance=spec.name)
-    incarnation = secrets.token_hex(8)
-    engine = Engine(
-        spec.engine,
-        spec.parallel,
-        executor=InlineExecutor(rank_specs(spec, incarnation)[0]),
-        eos_token_ids=frozenset(ModelConfig.load(spec.model.path).eos_token_id),
-        clock=clock,
-        metrics=metrics,
-    )
-    service = StandaloneService(spec, engine, incarnation=incarnation, clock=clock, metrics=metrics)
-    face = Face(service, TextProcessor.load(spec.model.path))
+    face, service = offline(spec)
     await service.start()
     try:
-        await _answer_in_order(face, lines, out, width=2 * spec.engine.max_num_seqs)
-    except LongcatError as error:
-        log.logger().error("infer_failed", code=error.code, reason=error.message)
-        return STATUS_FAULT
+        await answer_in_order(face, lines, out, width=2 * spec.engine.max_num_seqs)
     finally:
         await service.close()
-    return STATUS_OK
-
-
-async def _answer_in_order(face: Face, lines: Sequence[bytes], out: TextIO, *, width: int) -> None:
-    """Keep ``width`` lines in work; write each answer when all before it are written."""
-    waiting: Iterator[tuple[int, bytes]] = enumerate(lines, start=1)
-    in_work: deque[tuple[int, asyncio.Task[dict[str, Any]]]] = deque()
-    for number, line in waiting:
-        in_work.append((number, asyncio.ensure_future(_answer(face, number, line))))
-        if len(in_work) >= width:
-            await _write_next(in_work, out)
-    while in_work:
-        await _write_next(in_work, out)
-
-
-async def _write_next(in_work: deque[tuple[int, asyncio.Task[dict[str, Any]]]], out: TextIO) -> None:
-    number, task = in_work.popleft()
-    await asyncio.wait({task})
-    error = task.exception()
-    answer = task.result() if error is None else error_object(known(error), f"line-{number}")
-    out.write(to_json(answer).decode() + "\n")
-    out.flush()
-
-
-async def _answer(face: Face, number: int, line: bytes) -> dict[str, Any]:
-    values = decode_body(line)
-    route = CHAT_ROUTE if "messages" in values else COMPLETIONS_ROUTE
-    return await face.answer(face.read(route, values), face.call(f"line-{number}", OFFLINE_LIMIT_S))
+    return STATUS_FAULT if service.readiness().is_lost else STATUS_OK

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from importlib import metadata
 from typing import Any
 
 from longcat_pd.clock import Clock
@@ -12,15 +11,13 @@ from longcat_pd.config.schema import InstanceSpec, Role
 from longcat_pd.engine.driver import Engine
 from longcat_pd.engine.request import Delta, Request, SamplingParams, TransferRef
 from longcat_pd.errors import WorkerUnavailable
-from longcat_pd.metrics import Metrics
 from longcat_pd.server.service import Readiness
-from longcat_pd.wire import WIRE_VERSION
 
 
 class StandaloneService:
-    """``Service`` of an engine without peers, and the ``Instance`` that a serving process starts and ends."""
+    """``Service`` of an engine without peers, and the ``Instance`` that a process starts and ends."""
 
-    def __init__(self, spec: InstanceSpec, engine: Engine, *, incarnation: str, clock: Clock, metrics: Metrics) -> None:
+    def __init__(self, spec: InstanceSpec, engine: Engine, *, incarnation: str, clock: Clock) -> None:
         self.name = spec.name
         self.role: Role = spec.role
         self.model = spec.model
@@ -29,14 +26,10 @@ class StandaloneService:
         self._engine = engine
         self._incarnation = incarnation
         self._clock = clock
-        self._metrics = metrics
 
     async def start(self) -> None:
         """Bring the ranks up. Raises ConfigError, RankLost, EngineFault."""
-        ready = await self._engine.start()
-        self._metrics.build_info(
-            version=metadata.version("longcat-pd"), model_digest=ready[0].model_digest, wire_version=str(WIRE_VERSION)
-        )
+        await self._engine.start()
 
     async def failed(self) -> None:
         """Wait until it cannot go on."""

@@ -1,0 +1,25 @@
+"""What a standalone server is put together from. Knows no arguments and no files but the checkpoint."""
+
+from __future__ import annotations
+
+import socket
+
+from longcat_pd.clock import MonotonicClock
+from longcat_pd.config.schema import InstanceSpec, LoadBalancerConfig
+from longcat_pd.server.app import create_app
+from longcat_pd.server.gate import Gate
+from longcat_pd.server.parts import make_parts
+from longcat_pd.server.run import serve_app
+from longcat_pd.server.text import TextProcessor
+from longcat_pd.standalone.service import StandaloneService
+
+RANK_ENTRY = "longcat_pd.engine.rank:main"
+
+
+async def serve(spec: InstanceSpec, front: LoadBalancerConfig, listener: socket.socket) -> int:
+    """Serve until a signal or a fault; the exit status. Raises ConfigError."""
+    clock, gate = MonotonicClock(), Gate(front.max_inflight)
+    parts = make_parts(spec, RANK_ENTRY, clock)
+    service = StandaloneService(spec, parts.engine, incarnation=parts.hello.incarnation, clock=clock)
+    app = create_app(service, TextProcessor.load(spec.model.path), parts.metrics, gate=gate, front=front)
+    return await serve_app(app, listener, service, gate=gate, drain_timeout_s=spec.engine.drain_timeout_s, clock=clock)
