@@ -297,7 +297,7 @@ class Rig:
         pool = self.means.pool
         open_calls = [call for call in self.cluster.calls if call.state == "open"]
         legs = [i.open_legs or i.open_bytes for i in pool.instances.values()]
-        return not open_calls and not any(legs) and not self.face.proxy.num_clients
+        return not open_calls and not any(legs) and not self.face.gate.num_open
 
 
 class Exchange:

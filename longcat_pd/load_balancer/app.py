@@ -33,8 +33,15 @@ def create_app(face: Face) -> FastAPI:
     for method, routes in (("GET", gets), ("POST", posts)):
         for path, endpoint in routes.items():
             app.add_route(path, endpoint, methods=[method])  # GET answers HEAD as well
-    dress(app, face.means.metrics.http, paths=(*gets, *posts), is_worker=False)
+    metrics = face.means.metrics
+    metrics.refresh_with(lambda: _refresh(face))
+    dress(app, metrics.http, paths=(*gets, *posts), is_worker=False)
     return app
+
+
+def _refresh(face: Face) -> None:
+    face.means.metrics.ready.set(face.overview.readiness()["ready"])
+    face.means.metrics.draining.set(face.gate.is_draining)
 
 
 def _open_routes(face: Face) -> dict[str, Endpoint]:
@@ -116,9 +123,8 @@ def _admin_routes(face: Face, keys: KeyRing) -> dict[str, Endpoint]:
         body = decode_body(await read_bytes(request, face.config.max_body_bytes) or b"{}")
         name = body.get("instance")
         if name is None:
-            face.proxy.is_draining = draining
-            face.means.metrics.draining.set(draining)
-            num_open = face.proxy.num_clients
+            face.gate.is_draining = draining
+            num_open = face.gate.num_open
         else:
             instance = face.means.pool.drain(name, out=draining) if isinstance(name, str) else None
             if instance is None:

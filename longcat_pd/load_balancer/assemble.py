@@ -58,6 +58,4 @@ def build(cluster: ClusterConfig) -> Face:
         config_digest=hashlib.sha256(json.dumps(asdict(settings), sort_keys=True).encode()).hexdigest()[:16],
     )
     means = Means(pool=pool, workers=workers, clock=clock, metrics=metrics)
-    face = Face.of(means, settings, keys=Keys.load(settings), served=served)
-    metrics.refresh_with(lambda: metrics.ready.set(face.overview.readiness()["ready"]))
-    return face
+    return Face.of(means, settings, keys=Keys.load(settings), served=served)

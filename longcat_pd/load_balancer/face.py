@@ -14,6 +14,7 @@ from longcat_pd.config.schema import LoadBalancerConfig
 from longcat_pd.load_balancer.attempt import Means
 from longcat_pd.load_balancer.overview import Overview, Probe, Served
 from longcat_pd.load_balancer.proxy import Proxy
+from longcat_pd.server.gate import Gate
 from longcat_pd.server.intake import KeyRing
 
 
@@ -41,6 +42,7 @@ class Face:
     config: LoadBalancerConfig
     keys: Keys
     served: Served
+    gate: Gate
     proxy: Proxy
     overview: Overview
     probe: Probe
@@ -48,9 +50,17 @@ class Face:
     @classmethod
     def of(cls, means: Means, config: LoadBalancerConfig, *, keys: Keys, served: Served) -> Face:
         """Put the parts together."""
-        proxy = Proxy(means, config)
-        overview, probe = Overview(means, proxy, served), Probe(means, proxy)
-        return cls(means=means, config=config, keys=keys, served=served, proxy=proxy, overview=overview, probe=probe)
+        gate, proxy = Gate(config.max_inflight), Proxy(means, config)
+        return cls(
+            means=means,
+            config=config,
+            keys=keys,
+            served=served,
+            gate=gate,
+            proxy=proxy,
+            overview=Overview(means, gate, served),
+            probe=Probe(means, proxy),
+        )
 
     def check_client(self, request: HTTPConnection) -> None:
         """Raise AuthenticationFailed unless the request may use the client routes."""

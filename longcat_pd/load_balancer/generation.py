@@ -50,7 +50,7 @@ class Generation(Response):
         face, request = self._face, Request(scope, receive)
         arrived = face.means.clock.now()
         face.check_client(request)
-        with face.proxy.admitted():
+        with face.gate.enter() as cuts, face.means.metrics.http.inflight_requests.track_inprogress():
             limit_s = time_limit_of(request, face.config.request_timeout_s)
             body = await read_bytes(request, face.config.max_body_bytes)
             checked = read_body(request.url.path, decode_body(body), face.served.name)
@@ -62,7 +62,7 @@ class Generation(Response):
                 is_stream=checked.stream,
                 trace={name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers},
             )
-            progress = await face.proxy.serve(call, _AsgiClient(send), gone=_gone(receive))
+            progress = await face.proxy.serve(call, _AsgiClient(send), gone=_gone(receive), cuts=cuts)
         if progress.cut_by == "client":
             raise ClientGone
 

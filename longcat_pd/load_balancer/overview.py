@@ -18,6 +18,7 @@ from longcat_pd.errors import LongcatError, WorkerUnavailable
 from longcat_pd.load_balancer.attempt import Call, Means
 from longcat_pd.load_balancer.pool import Instance
 from longcat_pd.load_balancer.proxy import Progress, Proxy
+from longcat_pd.server.gate import Gate
 from longcat_pd.server.openai import COMPLETIONS_ROUTE
 
 ANSWER_S = 4.0  # how long an instance may take for its accounts; it asks its own ranks for up to 2 s
@@ -43,17 +44,17 @@ class Served:
 class Overview:
     """Answers about the cluster, from the pool's view and from the instances' own words."""
 
-    def __init__(self, means: Means, proxy: Proxy, served: Served) -> None:
+    def __init__(self, means: Means, gate: Gate, served: Served) -> None:
         self._means = means
-        self._proxy = proxy
+        self._gate = gate
         self._served = served
 
     def readiness(self) -> dict[str, Any]:
         """``/ready``, from what is known already."""
         instances = list(self._means.pool.instances.values())
         reasons = self._means.pool.reasons()
-        if self._proxy.is_draining:
-            reasons = [{"code": "draining", "detail": f"{self._proxy.num_clients} requests are open", "rank": None}]
+        if self._gate.is_draining:
+            reasons = [{"code": "draining", "detail": f"{self._gate.num_open} requests are open", "rank": None}]
         elif reasons and any(i.out_reason == "starting" and not i.is_in for i in instances):
             reasons = [{"code": "starting", "detail": "not every instance has answered yet", "rank": None}, *reasons]
         ranks = [i.said["ranks"] for i in instances if isinstance(i.said.get("ranks"), dict)]
@@ -72,7 +73,7 @@ class Overview:
 
     def models(self) -> dict[str, Any]:
         """The one entry of ``/v1/models``. Raises WorkerUnavailable until the cluster was ready once."""
-        if not self._means.pool.was_ready:
+        if not self._means.pool.has_been_ready.is_set():
             raise WorkerUnavailable("the cluster has not been ready yet", code="starting")
         return {
             "id": self._served.name,
@@ -121,12 +122,12 @@ class Overview:
         legs = {"prefill": 0, "decode": 0}
         for instance in told:
             legs[instance.target.role] += instance.open_legs
-        own = self._proxy.num_clients + sum(legs.values())
+        own = self._gate.num_open + sum(legs.values())
         return {
             "role": "load_balancer",
             "idle": not own and not unreachable and all(a.get("idle") is True for a in accounts.values()),
             "outstanding": own + sum(_count(a, "outstanding") for a in accounts.values()),
-            "balancer": {"clients": self._proxy.num_clients, "legs": legs},
+            "balancer": {"clients": self._gate.num_open, "legs": legs},
             "instances": accounts,
             "unreachable": unreachable,
         }
@@ -202,7 +203,7 @@ class Probe:
             deadline=started + PROBE_TIMEOUT_S,
             is_stream=False,
         )
-        progress = await self._proxy.serve(call, client, gone=asyncio.Event().wait(), counts=False)
+        progress = await self._proxy.serve(call, client, gone=asyncio.Event().wait(), cuts=[], counts=False)
         if client.status != 200 or progress.pair is None:
             raise WorkerUnavailable(f"the probe failed at {_hop(progress)}")
         return {

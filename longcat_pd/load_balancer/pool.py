@@ -148,7 +148,7 @@ class Pool:
 
     def __init__(self, targets: Sequence[Target], *, ask: Ask, clock: Clock, metrics: Metrics) -> None:
         self.instances = {target.name: Instance(target, clock) for target in targets}
-        self.was_ready = False  # one linked pair has been ready since the start
+        self.has_been_ready = asyncio.Event()  # one linked pair has been ready since the start
         self._ask = ask
         self._clock = clock
         self._metrics = metrics
@@ -174,9 +174,8 @@ class Pool:
         else:
             instance.misses = 0
             self._hear(instance, answer)
-        if not self.was_ready and self._linked_pairs():
-            self.was_ready = True
-            log.logger().info("ready", instances=[i.name for i in self.instances.values() if i.is_ready])
+        if not self.has_been_ready.is_set() and self._linked_pairs():
+            self.has_been_ready.set()
 
     def refused(self, instance: Instance) -> None:
         """A call could not connect: the instance is out until a poll succeeds."""
@@ -235,7 +234,7 @@ class Pool:
         if avoid is not None:
             pairs = _without(pairs, avoid)
         if not pairs:
-            code = "worker_unavailable" if self.was_ready else "starting"
+            code = "worker_unavailable" if self.has_been_ready.is_set() else "starting"
             detail = "; ".join(f"{reason['code']}: {reason['detail']}" for reason in self.reasons())
             raise WorkerUnavailable(
                 f"no usable pair of instances ({detail or 'no other than the one that failed'})", code=code
@@ -251,7 +250,7 @@ class Pool:
         ready = self.ready("prefill")
         if not ready:
             raise WorkerUnavailable(
-                "no prefill instance is ready", code="worker_unavailable" if self.was_ready else "starting"
+                "no prefill instance is ready", code="worker_unavailable" if self.has_been_ready.is_set() else "starting"
             )
         return min(ready, key=lambda instance: instance.load)
 
@@ -272,7 +271,7 @@ class Pool:
         return found or [{"code": "no_linked_pair", "detail": "no link between ready instances is up", "rank": None}]
 
     def _unavailable(self, message: str) -> WorkerUnavailable:
-        return WorkerUnavailable(message, code="worker_unavailable" if self.was_ready else "starting")
+        return WorkerUnavailable(message, code="worker_unavailable" if self.has_been_ready.is_set() else "starting")
 
     def _linked_pairs(self) -> list[Pair]:
         return [Pair(p, d) for p in self.ready("prefill") for d in self.ready("decode") if _are_linked(p, d)]

@@ -1,25 +1,25 @@
 """A client's request from its acceptance to its one end: attempts, the relay of the answer, and what cuts it short.
 
-Owns the retry rule and the count of open clients. Knows the client only as something that takes a head and bytes, so that
+Owns the retry rule. Knows the client only as something that takes a head and bytes, so that
 the end-to-end probe is a client like any other.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from longcat_pd import log
 from longcat_pd.config.schema import LoadBalancerConfig
-from longcat_pd.errors import DeadlineExceeded, LongcatError, TooManyRequests, WorkerUnavailable
+from longcat_pd.errors import DeadlineExceeded, LongcatError, WorkerUnavailable
 from longcat_pd.load_balancer.attempt import Attempt, Call, LegFailed, Means, Piece, Whole
 from longcat_pd.load_balancer.pool import Avoid, Pair
 from longcat_pd.load_balancer.replies import Event, Failure, failure_of
 from longcat_pd.server import sse
 from longcat_pd.server.errors import error_headers, error_object, to_json
+from longcat_pd.server.gate import Cut
 
 RETRY_LEFT_S = 1.0  # with less than this of the deadline left there is no other attempt
 FAREWELL_S = 1.0  # how long a client that does not read may hold up its own error
@@ -80,52 +80,23 @@ class Proxy:
     """Serves clients through the pool."""
 
     def __init__(self, means: Means, config: LoadBalancerConfig) -> None:
-        self.num_clients = 0  # admitted and without an end yet
         self.proof: Proof | None = None
-        self.is_draining = False
         self._means = means
         self._config = config
-        self._cut = asyncio.Event()
-        self._idle = asyncio.Event()
 
-    @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Count a client from its head to its end. Raises WorkerUnavailable while draining, TooManyRequests."""
-        if self.is_draining:
-            raise WorkerUnavailable("the server is draining", code="draining")
-        if self.num_clients >= self._config.max_inflight:
-            raise TooManyRequests(f"{self.num_clients} requests are open, at most {self._config.max_inflight}")
-        inflight = self._means.metrics.http.inflight_requests
-        self.num_clients += 1
-        inflight.inc()
-        try:
-            yield
-        finally:
-            self.num_clients -= 1
-            inflight.dec()
-            self._idle.set()
-
-    async def idle(self) -> None:
-        """Wait until no admitted client is left."""
-        while self.num_clients:
-            self._idle.clear()
-            await self._idle.wait()
-
-    def cut(self) -> None:
-        """End of the drain time: whatever is still open ends with the error ``draining``."""
-        self._cut.set()
-
-    async def serve(self, call: Call, client: Client, *, gone: Awaitable[Any], counts: bool = True) -> Progress:
+    async def serve(
+        self, call: Call, client: Client, *, gone: Awaitable[Any], cuts: list[Cut], counts: bool = True
+    ) -> Progress:
         """Answer one request. Returns when the client has its answer or error, or has gone.
 
         Args:
             gone: is done when the client has closed its connection.
+            cuts: of the gate; to be told when the request has to end with an error.
             counts: false for a probe.
         """
         progress = Progress(started=self._means.clock.now(), counts=counts)
         try:
-            progress.cut_by = await self._until_cut(call, client, progress=progress, gone=gone)
-            progress.failure = _failure_of_cut(progress.cut_by)
+            await self._until_cut(call, client, progress=progress, gone=gone, cuts=cuts)
         except LegFailed as failed:
             progress.failure, progress.failed_at = failed.failure, failed.instance.name
         except LongcatError as error:
@@ -140,27 +111,34 @@ class Proxy:
             await self._tell(call, client, progress.failure)
         return progress
 
-    async def _until_cut(self, call: Call, client: Client, *, progress: Progress, gone: Awaitable[Any]) -> str | None:
-        """Run the request until it ends by itself (None) or by the client, its deadline or the end of draining."""
+    async def _until_cut(
+        self, call: Call, client: Client, *, progress: Progress, gone: Awaitable[Any], cuts: list[Cut]
+    ) -> None:
+        """Run the request until it ends by itself, the client goes, its time is over, or the gate cuts it."""
         clock = self._means.clock
+        cut: asyncio.Future[LongcatError] = asyncio.get_running_loop().create_future()
+        cuts.append(lambda error: None if cut.done() else cut.set_result(error))
         work = asyncio.ensure_future(self._attempts(call, client, progress))
-        limits = {
-            asyncio.ensure_future(gone): "client",
-            asyncio.ensure_future(clock.sleep(call.deadline - clock.now())): "deadline",
-            asyncio.ensure_future(self._cut.wait()): "drain",
-        }
-        helpers: list[asyncio.Future[Any]] = list(limits)
+        left = asyncio.ensure_future(gone)
+        late = asyncio.ensure_future(clock.sleep(call.deadline - clock.now()))
+        helpers: list[asyncio.Future[Any]] = [left, late, cut]
         if call.is_stream and self._config.keepalive_comment_s > 0:
             helpers.append(asyncio.ensure_future(self._keep_alive(client, progress)))
         try:
-            done, _ = await asyncio.wait({work, *limits}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({work, left, late, cut}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             # whatever ended it, the calls to the workers are closed before anything else happens
             await _end(work, *helpers)
         if not work.cancelled():
             work.result()
-            return None
-        return next(name for task, name in limits.items() if task in done)
+        elif left in done:
+            progress.cut_by = "client"
+        elif late in done:
+            progress.cut_by = "deadline"
+            raise DeadlineExceeded("the time of the request is over")
+        else:
+            progress.cut_by = "drain"
+            raise cut.result()
 
     async def _attempts(self, call: Call, client: Client, progress: Progress) -> None:
         avoid: Avoid | None = None
@@ -283,14 +261,6 @@ class Proxy:
                 facts["ttft_ms"] = round((progress.first_token - progress.started) * 1000)
                 requests.first_token_seconds.observe(progress.first_token - progress.started)
             log.logger().info("request_finished", finish=progress.finish, **facts, **_prefill_facts(progress.prefilled))
-
-
-def _failure_of_cut(cut_by: str | None) -> Failure | None:
-    if cut_by == "deadline":
-        return failure_of(DeadlineExceeded("the time of the request is over"))
-    if cut_by == "drain":
-        return failure_of(WorkerUnavailable("the server ended before the answer did", code="draining"))
-    return None
 
 
 async def _send_error(client: Client, status: int, *, headers: Mapping[str, str], body: bytes) -> None:

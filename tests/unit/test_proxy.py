@@ -538,16 +538,16 @@ async def test_the_end_of_the_drain_time_cuts_what_is_open() -> None:
     rig.script(p0=never, d0=stream(chunk("a"), 50.0, DONE, clock=rig.clock), d1=never)
     streaming, waiting = rig.post(STREAMED), rig.post()
     await rig.clock.advance(1)
-    rig.face.proxy.is_draining = True
+    rig.face.gate.drain()
     late = await ended_alone(rig.post())
     assert (late.status, late.error["code"]) == (503, "draining")
     assert late.headers["retry-after"] == "5"
     assert not streaming.task.done()
-    rig.face.proxy.cut()
+    rig.face.gate.cut()
     await settle()
     assert json.loads(streaming.events[-1])["error"]["code"] == "draining"
     assert (waiting.status, waiting.error["code"]) == (503, "draining")
-    await rig.face.proxy.idle()
+    await rig.face.gate.empty()
     assert rig.is_idle()
 
 
