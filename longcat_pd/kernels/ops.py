@@ -60,8 +60,10 @@ class HeadLinear(Protocol):
 
 
 class Rope(Protocol):
-    """Turns pairs of the last dimension of ``x`` [T, R] or [T, H, R] by ``rotation`` [T, R / 2, 2] (cos, sin; fp32).
+    """Turns pairs of the last dimension of ``x`` [T, R] or [T, H, R] by ``rotation`` [2, T, R / 2, 2], fp32.
 
+    ``rotation[0]`` is (cos, cos) of each pair, ``rotation[1]`` is (-sin, sin): pair times the first plus swapped pair times
+    the second.
     Pairs are (2 i, 2 i + 1) if ``is_interleaved``, else (i, i + R / 2); they stay where they are. Computed in fp32.
     """
 

@@ -68,7 +68,8 @@ class MixtureOfExperts(nn.Module):
         if self._config.zero_expert_type == "copy":  # of an older release: each counts once, whatever its weight
             weights = torch.ones_like(weights)
         zero_weight = weights.masked_fill(expert_ids < self._config.n_routed_experts, 0.0).sum(-1, keepdim=True)
-        return torch.addcmul(routed, x.float(), zero_weight).to(x.dtype)
+        total: Tensor = routed + x.float() * zero_weight
+        return total.to(x.dtype)
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """Router, and each expert's three tensors, written into the grouped ones."""

@@ -21,6 +21,7 @@ class RotaryPositions:
         self._magnitude = config.rope_magnitude
 
     def __call__(self, positions: Tensor) -> Tensor:
-        """[T] -> [T, R / 2, 2]: cos and sin of every pair, times YaRN's magnitude; fp32."""
+        """[T] -> [2, T, R / 2, 2] (see ``ops.Rope``), times YaRN's magnitude; fp32."""
         angles = positions.double().unsqueeze(-1) * self._frequencies
-        return (torch.stack((angles.cos(), angles.sin()), -1) * self._magnitude).float()
+        cos, sin = angles.cos(), angles.sin()
+        return (torch.stack((cos, cos, -sin, sin)) * self._magnitude).float().view(2, 2, *angles.shape).movedim(1, -1)

@@ -114,15 +114,15 @@ class Ranks:
         self._sequences = sequences
         self._block_size = block_size
         splits = [BlockSplit.for_prompt(size, block_size, tokens[:block_size]) for tokens in sequences]
-        self._splits = splits
+        self.splits = splits
         num_blocks = 2 + sum(-(-len(tokens) // block_size) for tokens in sequences)
         group = ThreadGroup(size)
-        self._members = [self._member(path, axis, rank, group, num_blocks, dtype) for rank in range(size)]
-        self._blocks = self._hand_out(num_blocks)
+        self.members = [self._member(path, axis, rank, group, num_blocks, dtype) for rank in range(size)]
+        self.blocks = self._hand_out(num_blocks)
 
     def step(self, *pieces: Piece) -> list[Tensor]:
         """One forward pass; the logits [rows, V] of each piece, in order."""
-        by_rank = self._on_all(lambda member: member.step(self._spans(member, pieces)))
+        by_rank = self.on_all(lambda member: member.step(self.spans(pieces)))
         out = []
         for number, piece in enumerate(pieces):
             rows = torch.full((piece.end - piece.start, self.config.vocab_size), torch.nan)
@@ -132,11 +132,13 @@ class Ranks:
             out.append(rows)
         return out
 
-    def _on_all(self, task: Callable[[_Member], R]) -> list[R]:
+    def on_all(self, task: Callable[[Member], R]) -> list[R]:
+        """The task on every rank at once; results by rank."""
         with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(task, self._members))
+            return list(pool.map(task, self.members))
 
-    def _spans(self, member: _Member, pieces: Sequence[Piece]) -> list[Span]:
+    def spans(self, pieces: Sequence[Piece]) -> list[Span]:
+        """What the batch builder takes."""
         spans = []
         for piece in pieces:
             tokens = self._sequences[piece.seq]
@@ -146,8 +148,8 @@ class Ranks:
                 token_ids=wire.pack(tokens),
                 prompt_len=len(tokens),
                 num_computed=piece.start,
-                blocks=wire.pack(self._blocks[piece.seq]),
-                split_start=self._splits[piece.seq].start,
+                blocks=wire.pack(self.blocks[piece.seq]),
+                split_start=self.splits[piece.seq].start,
                 sampling=PLAIN,
             )
             spans.append(Span(SlotState(admit, self.size, self._block_size), piece.start, piece.end, False))
@@ -159,13 +161,13 @@ class Ranks:
         for ids in free:
             draw.shuffle(ids)
         tables = []
-        for tokens, split in zip(self._sequences, self._splits, strict=True):
+        for tokens, split in zip(self._sequences, self.splits, strict=True):
             tables.append([free[split.rank_of(b)].pop() for b in range(split.num_blocks(len(tokens)))])
         return tables
 
     def _member(
         self, path: Path, axis: str | None, rank: int, group: ThreadGroup, num_blocks: int, dtype: torch.dtype
-    ) -> _Member:
+    ) -> Member:
         axes = {} if axis is None else {axis: ThreadAxis(axis, group, rank)}
         if axis == "kvp":
             axes["attn_tp"] = ThreadAxis("attn_tp", group, rank)
@@ -189,13 +191,16 @@ class Ranks:
         tables = self.config.over_embedding
         order = tables.oe_neighbor_num if tables else 0
         inputs = InputsBuilder(CacheShard(access, self.size, rank), self._block_size, order, context.device)
-        return _Member(model, inputs)
+        return Member(model, inputs, context)
 
 
-class _Member:
-    def __init__(self, model: CausalLM, inputs: InputsBuilder) -> None:
+class Member:
+    """One rank."""
+
+    def __init__(self, model: CausalLM, inputs: InputsBuilder, context: ModelContext) -> None:
         self.model = model
         self.inputs = inputs
+        self.context = context
 
     @torch.inference_mode()
     def step(self, spans: Sequence[Span]) -> list[tuple[Tensor, Tensor]]:

@@ -51,6 +51,11 @@ def test_swiglu() -> None:
     assert_close(OPS.swiglu(x), torch.tensor(wanted))
 
 
+def turn(angles: Tensor) -> Tensor:
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((torch.stack((cos, cos), -1), torch.stack((-sin, sin), -1)))
+
+
 @pytest.mark.parametrize("is_interleaved", [True, False])
 @pytest.mark.parametrize("heads", [(), (3,)])
 def test_rope(is_interleaved: bool, heads: tuple[int, ...]) -> None:
@@ -63,13 +68,13 @@ def test_rope(is_interleaved: bool, heads: tuple[int, ...]) -> None:
             c, s = angles[t, i].cos(), angles[t, i].sin()
             wanted[t, ..., a] = x[t, ..., a] * c - x[t, ..., b] * s
             wanted[t, ..., b] = x[t, ..., b] * c + x[t, ..., a] * s
-    rotation = torch.stack((angles.cos(), angles.sin()), -1)
+    rotation = turn(angles)
     assert_close(OPS.rope(x, rotation, is_interleaved=is_interleaved), wanted, 1e-6)
     assert OPS.rope(x.bfloat16(), rotation, is_interleaved=is_interleaved).dtype == torch.bfloat16
 
 
 def test_rope_takes_a_strided_slice() -> None:
-    wide, rotation = randn(4, 10), randn(4, 3, 2, seed=1)
+    wide, rotation = randn(4, 10), turn(randn(4, 3, seed=1))
     assert torch.equal(
         OPS.rope(wide[:, 2:8], rotation, is_interleaved=True),
         OPS.rope(wide[:, 2:8].contiguous(), rotation, is_interleaved=True),
@@ -381,3 +386,40 @@ def test_a_row_of_the_experts_has_the_same_bits_in_every_batch() -> None:
         part = slice(start, end)
         alone = OPS.grouped_experts(x[part], ids[part], weights=weights[part], gate_up=gate_up, down=down)
         assert torch.equal(alone, whole[part]), (start, end)
+
+
+@pytest.mark.parametrize(
+    ("heads", "latent", "block_size", "length"), [(12, 32, 8, 37), (3, 32, 8, 300), (16, 64, 5, 450), (64, 512, 128, 700)]
+)
+def test_a_row_of_attention_has_the_same_bits_in_every_batch(heads: int, latent: int, block_size: int, length: int) -> None:
+    """Alone or in a chunk, beside sequences of any length, dense or with all keys picked."""
+    columns = 1200 // block_size
+    cache = {"latent": randn(columns + 1, block_size, latent), "rope": randn(columns + 1, block_size, ROPE, seed=1)}
+    tables = torch.randperm(columns, generator=torch.Generator().manual_seed(0)).view(1, -1) + 1
+    starts = torch.arange(columns).view(1, -1) * block_size
+    q, positions = randn(1, 20, heads, latent + ROPE, seed=2), torch.arange(length - 20, length).view(1, 20)
+
+    def dense(rows: slice, columns: int) -> tuple[Tensor, Tensor]:
+        where = {"block_tables": tables[:, :columns], "block_starts": starts[:, :columns], **cache}
+        return OPS.paged_attention(q[:, rows], positions[:, rows], scale=0.1, **where)
+
+    def sparse(rows: slice, columns: int) -> tuple[Tensor, Tensor]:
+        own = positions[:, rows].unsqueeze(-1)
+        keys = torch.arange(columns * block_size).expand(1, own.shape[1], -1)
+        keys = keys.masked_fill(keys > own, -1)
+        return OPS.sparse_attention(q[:, rows], keys, block_tables=tables[:, :columns], scale=0.1, **cache)
+
+    whole = dense(slice(0, 20), columns)
+    for rows, width in [(slice(0, 20), -(-length // block_size)), (slice(3, 4), columns), (slice(5, 7), columns - 1)]:
+        for part in (dense(rows, width), sparse(rows, width)):
+            assert torch.equal(part[0], whole[0][:, rows]) and torch.equal(part[1], whole[1][:, rows])
+
+
+@pytest.mark.parametrize("heads", [2, 4, 32])
+def test_a_score_has_the_same_bits_in_every_batch(heads: int) -> None:
+    cache, tables = randn(40, 8, 16), torch.arange(40).view(1, -1)
+    index_q, weights = randn(1, 20, heads, 16, seed=1), randn(1, 20, heads, seed=2)
+    whole = OPS.index_scores(index_q, weights, cache=cache, block_tables=tables)
+    for rows, columns in [(slice(0, 20), 7), (slice(3, 4), 40), (slice(5, 7), 11)]:
+        part = OPS.index_scores(index_q[:, rows], weights[:, rows], cache=cache, block_tables=tables[:, :columns])
+        assert torch.equal(part, whole[:, rows, : columns * 8])

@@ -1,11 +1,18 @@
-"""Attention over a paged latent cache, dense and sparse, and the merging of partial attentions."""
+"""Attention over a paged latent cache, dense and sparse, and the merging of partial attentions.
+
+A row's bits must not depend on how many keys *other* rows have. So the denominator of a softmax is one more column of the
+product with the values, which adds key after key, and not torch's sum, whose order follows the length. And what is not
+computed for whole rows of vectors is computed in fp64, because the vectorised exponential and logarithm round differently
+from the one that torch uses for the rest of a tensor.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from longcat_pd.kernels.reference.rows import in_tiles
+from longcat_pd.kernels.reference.rows import ROW_TILE, in_tiles, sum_over_keys
 
 _NEVER = -torch.inf
 
@@ -55,7 +62,7 @@ def sparse_attention(
 def merge_partials(outs: Tensor, lses: Tensor) -> Tensor:
     """See ``ops.MergePartials``."""
     highest = lses.amax(0).clamp_min(torch.finfo(lses.dtype).min)  # -inf - -inf would be NaN
-    weights = torch.exp(lses - highest)
+    weights = torch.exp((lses - highest).double()).float()
     total = weights.sum(0).clamp_min(torch.finfo(lses.dtype).tiny)
     return (outs * (weights / total).unsqueeze(-1)).sum(0)
 
@@ -70,10 +77,12 @@ def _attend(q: Tensor, values: Tensor, *, rope_keys: Tensor, hidden: Tensor) -> 
     turned = torch.bmm(q[..., width:], rope_keys.float().transpose(1, 2))
     scores = torch.baddbmm(turned, q[..., :width], values.transpose(1, 2))
     scores[:, :num_rows].masked_fill_(hidden, _NEVER)
-    lse = torch.logsumexp(scores, -1)
-    floor = lse.clamp_min(torch.finfo(lse.dtype).min)  # a row without keys: exp(-inf - finite) = 0, never NaN
-    out = torch.bmm(torch.exp(scores - floor.unsqueeze(-1)), values)
-    return out[:, :num_rows], lse[:, :num_rows]
+    highest = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:2], 1), _NEVER)
+    weights = torch.exp(scores - highest.clamp_min(torch.finfo(scores.dtype).min))  # a row without keys: 0, never NaN
+    sums = sum_over_keys(weights, functional.pad(values, (0, 1), value=1.0))[:, :num_rows]
+    out, total = sums[..., :width], sums[..., width:]
+    lse = highest[:, :num_rows].double() + total.double().log()
+    return out / total.clamp_min(torch.finfo(total.dtype).tiny), lse.squeeze(-1).float()
 
 
 def _ascending(keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,5 +94,6 @@ def _ascending(keys: Tensor) -> tuple[Tensor, Tensor]:
     above = torch.iinfo(keys.dtype).max
     ordered = keys.masked_fill(keys < 0, above).sort(-1).values
     is_none = ordered == above
-    width = keys.shape[-1] - int(is_none.sum(-1).min()) if keys.numel() else 0
+    longest = keys.shape[-1] - int(is_none.sum(-1).min()) if keys.numel() else 0
+    width = -(-longest // ROW_TILE) * ROW_TILE
     return ordered.masked_fill(is_none, 0)[..., :width], is_none[..., :width]

@@ -14,8 +14,8 @@ def index_scores(index_q: Tensor, weights: Tensor, *, cache: Tensor, block_table
     batch, rows, heads, width = index_q.shape
     keys = cache[block_tables].view(batch, -1, width).float()
     dots = batched(index_q.reshape(batch, rows * heads, width).float(), keys.transpose(1, 2)).relu()
-    scores = torch.bmm(weights.reshape(batch * rows, 1, heads), dots.reshape(batch * rows, heads, -1))
-    return scores.view(batch, rows, -1)
+    scores = batched(weights.reshape(batch * rows, 1, heads), dots.reshape(batch * rows, heads, -1))
+    return scores.reshape(batch, rows, -1)
 
 
 def select_positions(scores: Tensor, positions: Tensor, *, low: int, high: Tensor, budget: int) -> tuple[Tensor, Tensor]:

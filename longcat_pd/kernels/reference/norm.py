@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -30,14 +29,10 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def rope(x: Tensor, rotation: Tensor, *, is_interleaved: bool) -> Tensor:
-    """See ``ops.Rope``. A pair is a complex number, and turning it a multiplication."""
-    turn = torch.view_as_complex(rotation)
-    if x.dim() == 3:
-        turn = turn.unsqueeze(1)
+    """See ``ops.Rope``. Not as a product of complex numbers: torch's rounds differently at the end of a tensor."""
     half, lead = x.shape[-1] // 2, x.shape[:-1]
     wide = x.float()
     pairs = wide.reshape(*lead, half, 2) if is_interleaved else wide.reshape(*lead, 2, half).transpose(-1, -2)
-    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
-    if not is_interleaved:
-        turned = turned.transpose(-1, -2)
-    return turned.flatten(-2).to(x.dtype)
+    cos, sin = rotation if x.dim() == 2 else rotation.unsqueeze(2)
+    turned: Tensor = pairs * cos + pairs.flip(-1) * sin
+    return (turned if is_interleaved else turned.transpose(-1, -2)).flatten(-2).to(x.dtype)
