@@ -37,7 +37,8 @@ def about_table(service: Service, gate: Gate, defaults: SamplingDefaults, metric
     """What every instance tells; the model is told of by the server that clients talk to."""
     about = About(service, gate, defaults)
     metrics.refresh_with(lambda: about.refresh(metrics))
-    opens, gets, posts = _open_routes(about, metrics), _information_routes(about), {}
+    opens, gets = _open_routes(about, metrics), _information_routes(about)
+    posts: Routes = {}
     if service.role == "standalone":
         gets |= _model_routes(about)
         posts |= {"/flush_cache": _flush_cache}

@@ -48,8 +48,8 @@ def _finite(digits: str) -> float:
 
 def _inspect(value: Any) -> None:
     """Look at depth and strings level by level, so that the depth of a body is never a depth of calls."""
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
+    level, depth = [value], 0
+    while level:
         deeper: list[Any] = []
         for item in level:
             if isinstance(item, str):
@@ -60,11 +60,10 @@ def _inspect(value: Any) -> None:
                 deeper.extend(item.values())
             elif isinstance(item, list):
                 deeper.extend(item)
-        if not deeper:
-            return
+        depth += any(isinstance(item, (dict, list)) for item in level)
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH}")
         level = deeper
-    if any(isinstance(item, (dict, list)) for item in level):
-        raise ValueError(f"nested deeper than {MAX_DEPTH}")
 
 
 def _check_text(text: str) -> None:

@@ -140,7 +140,7 @@ def read_chat(body: Fields, served_name: str) -> ChatBody:
         messages=read_messages(body),
         tools=tools,
         parallel_tool_calls=body.flag("parallel_tool_calls") is not False,
-        template_kwargs=template_kwargs_of(body),
+        template_kwargs=_template_kwargs(body),
         separate_reasoning=body.flag("separate_reasoning") is not False,
     )
 
@@ -283,8 +283,8 @@ def _response_format(body: Fields, *, has_tools: bool) -> None:
     raise unsupported("response_format", wanted.values)
 
 
-def template_kwargs_of(body: Fields) -> dict[str, Any]:
-    """The template's switches. What ``chattemplate_kwargs_of`` says wins over the short forms."""
+def _template_kwargs(body: Fields) -> dict[str, Any]:
+    """The template's switches. What ``chat_template_kwargs`` says wins over the short forms."""
     kwargs: dict[str, Any] = {}
     effort = body.text("reasoning_effort")
     if effort is not None:
@@ -294,7 +294,7 @@ def template_kwargs_of(body: Fields) -> dict[str, Any]:
     thinking = body.flag("enable_thinking")
     if thinking is not None:
         kwargs["enable_thinking"] = thinking
-    given = body.object("chattemplate_kwargs_of")
+    given = body.object("chat_template_kwargs")
     if given is None:
         return kwargs
     for name in _TEMPLATE_FLAGS:

@@ -1,0 +1,64 @@
+import random
+
+import pytest
+
+from longcat_pd.server.stops import StopFinder
+
+
+def run(stops, pieces):
+    finder, out = StopFinder(stops), ""
+    for piece in pieces:
+        text, stop = finder.push(piece)
+        out += text
+        if stop is not None:
+            return out, stop
+    return out + finder.flush(), None
+
+
+def by_definition(stops, text):
+    """Read character by character: the first stop string to be complete, of several the longest."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            stop = max(complete, key=len)
+            return text[: end - len(stop)], stop
+    return text, None
+
+
+@pytest.mark.parametrize(
+    "stops,text,expected",
+    [
+        (["END"], "one END two", ("one ", "END")),
+        (["END"], "one EN", ("one EN", None)),
+        (["abc", "b"], "xabc", ("xa", "b")),
+        (["ab", "xab"], "1xab", ("1", "xab")),
+        (["aab"], "aaab", ("a", "aab")),
+        (["\n\n"], "a\n\nb", ("a", "\n\n")),
+        (["你好"], "说你好", ("说", "你好")),
+        ([], "free", ("free", None)),
+    ],
+)
+def test_every_cut_gives_what_the_definition_says(stops, text, expected):
+    assert by_definition(stops, text) == expected
+    for cut in range(len(text) + 1):
+        assert run(stops, [text[:cut], text[cut:]]) == expected
+    assert run(stops, list(text)) == expected
+
+
+def test_random_texts_and_cuts_agree_with_the_definition():
+    draw = random.Random(5)
+    for _ in range(400):
+        text = "".join(draw.choices("ab\n", k=draw.randint(0, 14)))
+        stops = ["".join(draw.choices("ab\n", k=draw.randint(1, 4))) for _ in range(draw.randint(1, 3))]
+        pieces, rest = [], text
+        while rest:
+            size = draw.randint(1, 5)
+            pieces.append(rest[:size])
+            rest = rest[size:]
+        assert run(stops, pieces) == by_definition(stops, text), (stops, pieces)
+
+
+def test_only_what_may_still_match_is_held_back():
+    finder = StopFinder(["STOP"])
+    assert finder.push("a ST") == ("a ", None)
+    assert finder.push("A") == ("STA", None)
