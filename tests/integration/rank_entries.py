@@ -1,0 +1,33 @@
+"""Entries of rank processes for tests of the launcher: no model, no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+
+def report(config: str) -> None:
+    """Write what this process inherited, and end with the status that it is told."""
+    told = json.loads(config)
+    Path(told["out"]).write_text(
+        json.dumps(
+            {
+                "threads": os.environ.get("OMP_NUM_THREADS"),
+                "blocked": sorted(int(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+                "has_torch": "torch" in sys.modules,
+            }
+        )
+    )
+    sys.exit(told["status"])
+
+
+def wait_for_ever(config: str) -> None:
+    """A rank that is never told to end. Its standard error goes to a file."""
+    out = Path(json.loads(config)["out"])
+    os.dup2(os.open(out.with_suffix(".err"), os.O_WRONLY | os.O_CREAT), 2)
+    out.write_text("up")
+    threading.Event().wait()

@@ -1,0 +1,317 @@
+"""ProcessExecutor over real sockets against scripted ranks in this process; time runs twenty times as fast."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import pytest
+
+from longcat_pd import wire
+from longcat_pd.config.schema import (
+    EngineConfig,
+    InstanceSpec,
+    ModelSection,
+    ParallelConfig,
+    RankSpec,
+    TransferConfig,
+)
+from longcat_pd.engine.executor import ProcessExecutor, rank_specs
+from longcat_pd.engine.plan import (
+    Heartbeat,
+    PlanMessage,
+    RankAccounts,
+    RankMessage,
+    RankReady,
+    SlotOutput,
+    StepOutput,
+    StepPlan,
+    Stop,
+)
+from longcat_pd.errors import ConfigError, EngineFault, LongcatError, RankLost
+from longcat_pd.kv_transfer.messages import TransferClosed
+from tests.ports import free_base
+
+T = TypeVar("T")
+SPEED = 20.0
+
+
+class FastClock:
+    def now(self) -> float:
+        return time.monotonic() * SPEED
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds / SPEED)
+
+    async def within(self, seconds: float, awaitable: Awaitable[T]) -> T:
+        return await asyncio.wait_for(awaitable, seconds / SPEED)
+
+
+class Rank:
+    """One scripted rank. It beats until told not to."""
+
+    PLANS = wire.Codec[PlanMessage](StepPlan, Stop)
+    MESSAGES = wire.Codec[RankMessage](RankReady, Heartbeat, StepOutput, TransferClosed)
+
+    def __init__(self, spec: RankSpec) -> None:
+        self.rank = spec.rank
+        self.plans = wire.AsyncSocket("dealer", spec.plan_endpoint, bind=False, identity=str(spec.rank).encode())
+        self.messages = wire.AsyncSocket("push", spec.output_endpoint, bind=False, linger_s=1.0)
+        self.beating: asyncio.Task[None] | None = None
+
+    def say(self, message: RankMessage) -> None:
+        self.messages.send(self.MESSAGES.encode(message))
+
+    def ready(self) -> None:
+        self.plans.send([b""])
+        self.say(
+            RankReady(
+                rank=self.rank, load_s=0.0, weight_bytes=1, num_blocks=9, cache_entries=(), model_digest="m",
+                accounts=RankAccounts(rank=self.rank),
+            )
+        )  # fmt: skip
+        self.beat()
+
+    def beat(self) -> None:
+        self.beating = asyncio.create_task(self._beat())
+
+    def fall_silent(self) -> None:
+        assert self.beating is not None
+        self.beating.cancel()
+
+    async def hear(self) -> PlanMessage:
+        return self.PLANS.decode(await asyncio.wait_for(self.plans.recv(), 5.0))
+
+    def answer(self, step_id: int, *, fault: str | None = None) -> None:
+        slots = (SlotOutput(slot=0, token_ids=(7,)),) if self.rank == 0 and fault is None else ()
+        self.say(StepOutput(step_id=step_id, rank=self.rank, slots=slots, fault=fault))
+
+    def close(self) -> None:
+        if self.beating is not None:
+            self.beating.cancel()
+        self.plans.close()
+        self.messages.close()
+
+    async def _beat(self) -> None:
+        while True:
+            self.say(Heartbeat(rank=self.rank, step_id=0, accounts=RankAccounts(rank=self.rank, blocks_total=8)))
+            await asyncio.sleep(1.0 / SPEED)
+
+
+@dataclass
+class Processes:
+    on_exit: Callable[[int, int], None] = lambda rank, status: None
+    calls: list[str] = field(default_factory=list)
+
+    def start(self, on_exit: Callable[[int, int], None]) -> None:
+        self.on_exit = on_exit
+        self.calls.append("start")
+
+    def dump_stacks(self) -> None:
+        self.calls.append("dump_stacks")
+
+    async def stop(self, grace_s: float) -> None:
+        self.calls.append("stop")
+
+
+@dataclass
+class Rig:
+    executor: ProcessExecutor
+    processes: Processes
+    ranks: list[Rank]
+    closed: list[TransferClosed] = field(default_factory=list)
+    failures: list[LongcatError] = field(default_factory=list)
+
+    async def start(self) -> None:
+        starting = asyncio.create_task(self.executor.start(self.closed.append, self.failures.append))
+        await asyncio.sleep(0)
+        for rank in self.ranks:
+            rank.ready()
+        ready = await asyncio.wait_for(starting, 5.0)
+        assert [r.rank for r in ready] == list(range(len(self.ranks)))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        limit = time.monotonic() + 5.0
+        while not condition():
+            assert time.monotonic() < limit
+            await asyncio.sleep(0.01)
+
+    def states(self) -> list[str]:
+        return [s.state for s in self.executor.rank_states()]
+
+
+CONFIG = EngineConfig(step_timeout_s=20.0, rank_lost_s=10.0)
+
+
+@asynccontextmanager
+async def rig(num_ranks: int = 2, *, port: int = 0) -> AsyncIterator[Rig]:
+    instance = InstanceSpec(
+        name="s0", role="decode", host="127.0.0.1", http_port=port or free_base(), device="cpu",
+        model=ModelSection(path="/m"), parallel=ParallelConfig(kvp_size=num_ranks), engine=CONFIG,
+        transfer=TransferConfig(),
+    )  # fmt: skip
+    specs, processes = rank_specs(instance, "i"), Processes()
+    made = Rig(ProcessExecutor(specs, processes, config=CONFIG, clock=FastClock()), processes, [Rank(s) for s in specs])
+    try:
+        yield made
+    finally:
+        await made.executor.close()
+        for rank in made.ranks:
+            rank.close()
+
+
+async def test_a_plan_reaches_all_ranks_and_is_done_with_the_last_answer() -> None:
+    async with rig() as r:
+        await r.start()
+        first = r.executor.submit(StepPlan(step_id=1, phase="decode"))
+        second = r.executor.submit(StepPlan(step_id=2, phase="decode"))
+        for rank in r.ranks:
+            assert await rank.hear() == StepPlan(step_id=1, phase="decode")
+        r.ranks[1].answer(1)
+        r.ranks[1].answer(2)
+        await asyncio.sleep(0.05)
+        assert not first.done()
+        r.ranks[0].answer(1)
+        outputs = await asyncio.wait_for(first, 5.0)
+        assert [(o.rank, len(o.slots)) for o in outputs] == [(0, 1), (1, 0)]
+        assert not second.done()
+        r.ranks[0].answer(2)
+        await asyncio.wait_for(second, 5.0)
+        r.ranks[1].say(TransferClosed(transfer_id="t", rank=1, ok=True))
+        await r.until(lambda: len(r.closed) == 1)
+        assert r.executor.rank_states()[1].accounts.blocks_total == 8
+    assert r.failures == [] and r.processes.calls == ["start", "stop"]
+
+
+async def test_ranks_are_told_to_stop() -> None:
+    async with rig() as r:
+        await r.start()
+        await r.executor.close()
+        assert [await rank.hear() for rank in r.ranks] == [Stop(), Stop()]
+        assert r.failures == []
+
+
+async def test_a_fault_ends_the_step_and_everything_after_it() -> None:
+    async with rig() as r:
+        await r.start()
+        step = r.executor.submit(StepPlan(step_id=1, phase="decode"))
+        r.ranks[1].answer(1, fault="Traceback: /secret/path")
+        with pytest.raises(EngineFault) as fault:
+            await asyncio.wait_for(step, 5.0)
+        assert "secret" not in fault.value.message
+        assert "dump_stacks" in r.processes.calls and len(r.failures) == 1
+        with pytest.raises(EngineFault):
+            await r.executor.submit(StepPlan(step_id=2, phase="decode"))
+
+
+async def test_a_killed_rank_is_the_cause_also_when_the_others_complain_first() -> None:
+    async with rig(3) as r:
+        await r.start()
+        step = r.executor.submit(StepPlan(step_id=1, phase="decode"))
+        r.ranks[0].answer(1, fault="connection closed by peer")
+        r.ranks[1].answer(1, fault="connection closed by peer")
+        await asyncio.sleep(0.002)
+        r.processes.on_exit(2, -9)
+        with pytest.raises(RankLost, match="rank 2 ended with status -9"):
+            await asyncio.wait_for(step, 5.0)
+        assert r.states()[2] == "lost"
+
+
+async def test_a_silent_rank_comes_back_or_is_lost() -> None:
+    async with rig() as r:
+        await r.start()
+        r.ranks[1].fall_silent()
+        await r.until(lambda: r.states() == ["ok", "silent"])
+        assert r.failures == []
+        r.ranks[1].beat()
+        await r.until(lambda: r.states() == ["ok", "ok"])
+        r.ranks[1].fall_silent()
+        began = time.monotonic()
+        await r.until(lambda: bool(r.failures))
+        assert 14.0 <= (time.monotonic() - began) * SPEED <= 25.0
+        assert isinstance(r.failures[0], RankLost) and "rank 1 has been silent" in r.failures[0].message
+
+
+async def test_a_step_that_does_not_end_is_overdue_then_lost() -> None:
+    async with rig() as r:
+        await r.start()
+        step = r.executor.submit(StepPlan(step_id=1, phase="decode"))
+        r.ranks[0].answer(1)
+        await asyncio.sleep(10.0 / SPEED)
+        assert r.executor.rank_states()[0].overdue_step is None
+        await r.until(lambda: r.executor.rank_states()[0].overdue_step == 1)
+        assert r.failures == []
+        with pytest.raises(RankLost, match=r"no answer of ranks \[1\]"):
+            await asyncio.wait_for(step, 5.0)
+
+
+async def test_a_step_behind_a_slow_one_has_its_own_time() -> None:
+    async with rig(1) as r:
+        await r.start()
+        first = r.executor.submit(StepPlan(step_id=1, phase="decode"))
+        second = r.executor.submit(StepPlan(step_id=2, phase="decode"))
+        await asyncio.sleep(15.0 / SPEED)
+        r.ranks[0].answer(1)
+        await first
+        await asyncio.sleep(15.0 / SPEED)
+        assert r.executor.rank_states()[0].overdue_step is None
+        r.ranks[0].answer(2)
+        await second
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [[b"StepOutput", b"\xc1"], [b"nonsense"], Rank.MESSAGES.encode(TransferClosed(transfer_id="t", rank=9, ok=True))],
+)
+async def test_a_message_that_is_none_is_a_fault(frames: list[bytes]) -> None:
+    async with rig() as r:
+        await r.start()
+        r.ranks[0].messages.send(frames)
+        await r.until(lambda: bool(r.failures))
+        assert isinstance(r.failures[0], EngineFault)
+
+
+async def test_an_answer_to_a_step_that_is_not_open_is_a_fault() -> None:
+    async with rig() as r:
+        await r.start()
+        r.ranks[0].answer(5)
+        await r.until(lambda: bool(r.failures))
+        assert isinstance(r.failures[0], EngineFault)
+
+
+async def test_a_taken_port_refuses_the_start() -> None:
+    async with rig() as r:
+        await r.start()
+        taken = int(r.ranks[0].plans.endpoint.rsplit(":", 1)[1]) - 2
+        async with rig(port=taken) as second:
+            with pytest.raises(ConfigError, match="cannot listen"):
+                await second.executor.start(second.closed.append, second.failures.append)
+            assert second.processes.calls == []
+
+
+async def test_a_rank_that_refuses_its_checkpoint_refuses_the_start() -> None:
+    async with rig() as r:
+        starting = asyncio.create_task(r.executor.start(r.closed.append, r.failures.append))
+        await asyncio.sleep(0.05)
+        r.ranks[0].answer(0, fault="model.norm.weight is missing")
+        r.ranks[1].answer(0, fault="the rendezvous is gone")
+        await asyncio.sleep(0.05)
+        r.processes.on_exit(1, 1)
+        r.processes.on_exit(0, 2)
+        with pytest.raises(ConfigError, match=r"model\.norm\.weight"):
+            await asyncio.wait_for(starting, 5.0)
+        assert "stop" in r.processes.calls
+
+
+async def test_a_rank_that_dies_in_the_start_ends_it() -> None:
+    async with rig() as r:
+        starting = asyncio.create_task(r.executor.start(r.closed.append, r.failures.append))
+        await asyncio.sleep(0.05)
+        r.ranks[0].ready()
+        r.processes.on_exit(1, -9)
+        with pytest.raises(RankLost):
+            await asyncio.wait_for(starting, 5.0)

@@ -1,0 +1,86 @@
+"""ForkedRanks with real processes: what they inherit, how their end is told, how they are ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+from longcat_pd.clock import MonotonicClock
+from longcat_pd.server.launch import ForkedRanks
+
+LIMIT_S = 30.0
+
+
+def ranks(tmp_path: Path, entry: str, num_ranks: int, **told: object) -> tuple[ForkedRanks, list[Path]]:
+    files = [tmp_path / str(rank) for rank in range(num_ranks)]
+    configs = [json.dumps({"out": str(file), **told}) for file in files]
+    return ForkedRanks(f"tests.integration.rank_entries:{entry}", configs, clock=MonotonicClock()), files
+
+
+class Exits:
+    def __init__(self, count: int) -> None:
+        self.seen: list[tuple[int, int]] = []
+        self._count = count
+        self._complete = asyncio.Event()
+
+    def __call__(self, rank: int, status: int) -> None:
+        self.seen.append((rank, status))
+        if len(self.seen) == self._count:
+            self._complete.set()
+
+    async def complete(self) -> list[tuple[int, int]]:
+        await asyncio.wait_for(self._complete.wait(), LIMIT_S)
+        return sorted(self.seen)
+
+
+async def test_children_get_one_thread_and_no_terminal_signals_and_the_driver_keeps_its_own(tmp_path: Path) -> None:
+    before, mask = dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    processes, files = ranks(tmp_path, "report", 2, status=3)
+    exits = Exits(2)
+    processes.start(exits)
+    assert await exits.complete() == [(0, 3), (1, 3)]
+    assert dict(os.environ) == before and signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+    for file in files:
+        inherited = json.loads(file.read_text())
+        assert inherited["threads"] == "1" and inherited["has_torch"]
+        assert {int(signal.SIGTERM), int(signal.SIGINT)} <= set(inherited["blocked"])
+    await processes.stop(0.0)
+
+
+async def test_a_rank_that_does_not_end_by_itself_is_ended(tmp_path: Path) -> None:
+    processes, files = ranks(tmp_path, "wait_for_ever", 2)
+    exits = Exits(2)
+    processes.start(exits)
+    await _until_up(files)
+    os.kill(processes.pids[0], signal.SIGTERM)
+    await asyncio.sleep(0.1)
+    assert exits.seen == [], "only the driver ends a rank"
+    processes.dump_stacks()
+    began = time.monotonic()
+    await processes.stop(0.3)
+    assert 0.3 <= time.monotonic() - began < 3.0
+    assert await exits.complete() == [(0, -9), (1, -9)]
+    assert all("wait_for_ever" in file.with_suffix(".err").read_text() for file in files), "the stack of each"
+
+
+async def test_a_killed_rank_is_told_at_once(tmp_path: Path) -> None:
+    processes, files = ranks(tmp_path, "wait_for_ever", 2)
+    exits = Exits(1)
+    processes.start(exits)
+    await _until_up(files)
+    os.kill(processes.pids[1], signal.SIGKILL)
+    began = time.monotonic()
+    assert await exits.complete() == [(1, -9)]
+    assert time.monotonic() - began < 1.0
+    await processes.stop(0.0)
+
+
+async def _until_up(files: list[Path]) -> None:
+    limit = time.monotonic() + LIMIT_S
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < limit
+        await asyncio.sleep(0.02)
