@@ -45,3 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _usage() -> str:
     rows = "".join(f"  {name:<8} {command.help}\n" for name, command in COMMANDS.items())
     return f"usage: longcat-pd COMMAND [arguments]\n\n{rows}\nlongcat-pd COMMAND --help says what a command takes.\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -39,9 +39,9 @@ def make_checkpoint(folder: Path, variant: str, *, dtype: str, overrides: Sequen
 
 @contextmanager
 def engine(model: Path, port: int, *, folder: Path, settings: Sequence[str] = ()) -> Iterator[Served]:
-    """`longcat-pd serve`: both phases in one process."""
+    """`longcat-pd serve`: both phases in one engine."""
     log = folder / f"serve-{port}.log"
-    command = [sys.executable, "-m", "longcat_pd.standalone", "serve", "--model", str(model), "--port", str(port)]
+    command = [sys.executable, "-m", "longcat_pd.cli", "serve", "--model", str(model), "--port", str(port)]
     began = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen([*command, *_set(settings)], stdout=output, stderr=subprocess.STDOUT)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from longcat_pd.cluster.processes import kill_sessions
@@ -111,12 +112,27 @@ def test_a_stream_is_whole(running: State) -> None:
     assert len({chunk["id"] for chunk in chunks}) == 1
 
 
+def test_the_openai_client_works_both_ways(running: State) -> None:
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=60.0) as client:
+        messages: Any = [{"role": "user", "content": QUESTION}]
+        settings: Any = {"model": "longcat-tiny", "messages": messages, "max_tokens": 16, "temperature": 0}
+        whole = client.chat.completions.create(**settings)
+        with client.chat.completions.create(**settings, stream=True) as stream:
+            chunks = list(stream)
+        assert whole.choices[0].message.content == "".join(
+            chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices
+        )
+        assert whole.choices[0].finish_reason == chunks[-1].choices[0].finish_reason
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(**{**settings, "temperature": 9})
+
+
 def test_the_operator_sees_a_ready_cluster(clone: Clone, running: State) -> None:
     for name in ("p0", "d0"):
         assert READY in (clone.folder.path / f"{name}.log").read_text(encoding="utf-8")
     status = clone.verb("status")
     assert status.returncode == 0, status.stdout
-    assert status.stdout.count(READY) == 2
+    assert status.stdout.count(READY) == 3  # prefill, decode, balancer
     assert "ranks 4/4" in status.stdout
     assert "ranks 2/2" in status.stdout
     again = clone.verb("start")
