@@ -1,7 +1,7 @@
 """The engine: the verbs that a role is written with. They wait; the step loop works.
 
     async with engine.reserve(request, num_tokens) as seq:      # blocks and a slot, first come first served
-        first = await engine.prefill(seq)                       # or: announce, transfer_closed, attach
+        first = await engine.prefill(seq)                       # or: announce, transfer_closed
         async for delta in engine.decode(seq, first): ...       # the first delta holds ``first``
 
 Every wait ends with what it waits for, the request's deadline or the failure of the instance. Knows no role.
@@ -115,10 +115,6 @@ class Engine:
         await reports.is_complete.wait()
         self._loop.raise_failure()
         return list(reports.events)
-
-    def attach(self, seq: Sequence, request: Request) -> None:
-        """Replace the provisional request of an offer by that of the leg that has come (equal prompt)."""
-        self._scheduler.attach(seq, request)
 
     async def decode(self, seq: Sequence, first: TokenOutput) -> AsyncGenerator[Delta, None]:
         """Generate behind ``first``, which is the first delta; ends with the delta that has ``finish``.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from longcat_pd.clock import Clock
 from longcat_pd.engine.executor import Executor, Ready
 from longcat_pd.engine.inbox import Inbox, Reports
-from longcat_pd.engine.plan import StepOutput, StepPlan
+from longcat_pd.engine.plan import Phase, StepOutput, StepPlan
 from longcat_pd.engine.scheduler import Scheduler
 from longcat_pd.engine.sequence import Sequence
 from longcat_pd.errors import DeadlineExceeded, EngineFault, LongcatError, WorkerUnavailable
@@ -134,10 +134,15 @@ class StepLoop:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            self._collect()
+            began = self._clock.now()
+            phases = self._collect()
             self._dispatch()
+            for phase in phases:
+                self._metrics.driver_step_seconds(phase).observe(self._clock.now() - began)
 
-    def _collect(self) -> None:
+    def _collect(self) -> list[Phase]:
+        """Take what has been answered; the phases of the steps that were."""
+        phases = []
         while self.failure is None and self._flights and self._flights[0].outputs.done():
             flight = self._flights.popleft()
             outputs = flight.outputs.result()  # an error of the ranks ends the loop here
@@ -148,7 +153,8 @@ class StepLoop:
                     self.inboxes[seq].ring()
             if flight.plan.segments:
                 self._metrics.step_seconds(flight.plan.phase).observe(now - flight.submitted_at)
-                self._metrics.driver_step_seconds(flight.plan.phase).observe(self._clock.now() - now)
+                phases.append(flight.plan.phase)
+        return phases
 
     def _dispatch(self) -> None:
         while self.failure is None and (plan := self.scheduler.next_plan(self._clock.now())) is not None:

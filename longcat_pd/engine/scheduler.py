@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from longcat_pd.config.schema import EngineConfig, ParallelConfig
 from longcat_pd.engine.plan import Admit, Phase, Segment, SlotOutput, SlotSampling, StepOutput, StepPlan
-from longcat_pd.engine.request import Event, Request, SamplingParams, TokenOutput
+from longcat_pd.engine.request import Event, SamplingParams, TokenOutput
 from longcat_pd.engine.room import Room
 from longcat_pd.engine.sequence import Sequence, Stage
 from longcat_pd.errors import EngineFault
@@ -59,11 +59,6 @@ class Scheduler:
         self._todo = _Todo()
         self._flights: deque[_Flight] = deque()
         self._last_step = 0
-
-    def attach(self, seq: Sequence, request: Request) -> None:
-        """Replace the request of a sequence that the ranks do not know yet; the prompt stays."""
-        assert not seq.is_admitted and request.prompt_token_ids == seq.request.prompt_token_ids
-        seq.request = request
 
     def start_prefill(self, seq: Sequence, push: Push | None) -> None:
         """Compute the prompt from now on; ``push`` says where its cache goes."""

@@ -98,14 +98,16 @@ class Sequence:
             self.finish = FinishReason.LENGTH
 
     def timings_ms(self) -> dict[str, float]:
-        """Durations between the life events that have happened."""
+        """Durations between the life events that have happened; "transfer" ends with the acknowledgement."""
         spans = (
+            ("queue", Event.ARRIVED, Event.GRANTED),
             ("queue", Event.ARRIVED, Event.PREFILL_STARTED),
             ("prefill", Event.PREFILL_STARTED, Event.PREFILL_ENDED),
             ("transfer", Event.GRANTED, Event.COMMITTED),
+            ("transfer", Event.PREFILL_ENDED, Event.COMMITTED),
             ("first_token", Event.ARRIVED, Event.FIRST_TOKEN),
             ("decode", Event.FIRST_TOKEN, Event.FINISHED),
             ("total", Event.ARRIVED, Event.FINISHED),
-        )
+        )  # of two with one name the later counts, where its events are known
         known = self.events
         return {name: 1000.0 * (known[b] - known[a]) for name, a, b in spans if a in known and b in known}

@@ -60,9 +60,9 @@ class PrefillService:
                 self._engine.stamp(seq, Event.GRANTED)
                 first = await transfer.during(self._prefill(seq, transfer))
                 transfer.commit(_commit(transfer.id, first, seq.timings_ms()))
-                self._engine.stamp(seq, Event.COMMITTED)
                 await transfer.during(self._sent(transfer))
                 await transfer.acknowledged()
+                self._engine.stamp(seq, Event.COMMITTED)
             yield Delta((), timings_ms=seq.timings_ms())
 
     async def adopt(self, transfer: TransferRef, deadline: float, sampling: SamplingParams) -> Request:

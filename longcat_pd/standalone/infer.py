@@ -53,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _patient(spec: InstanceSpec) -> InstanceSpec:
-    """Nobody waits at the other end, so nothing is refused for waiting."""
+    """Nobody waits at the other end, so nothing is refused for waiting. Raises ConfigError for more ranks than one."""
+    if spec.parallel.world_size != 1:
+        raise ConfigError(f"parallel: {spec.parallel.world_size} ranks, but infer computes in its own process; use serve")
     return replace(spec, engine=replace(spec.engine, queue_timeout_s=OFFLINE_LIMIT_S, max_queued_requests=sys.maxsize))
 
 

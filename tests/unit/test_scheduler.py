@@ -152,10 +152,9 @@ def arrival(seq: Sequence) -> Arrival:
 
 def test_an_arrival_is_announced_then_admitted_with_its_prompt_computed() -> None:
     s = scheduler()
-    seq = admitted(s, 6)
+    seq = admitted(s, 6, temperature=0.5, seed=9)
     s.announce(seq, arrival(seq))
     assert next_plan(s).arrivals == (arrival(seq),)
-    s.attach(seq, request([50] * 6, 3, temperature=0.5, seed=9))
     s.start_decode(seq, TokenOutput(7))
     plan = next_plan(s)
     (admit,) = plan.admit
