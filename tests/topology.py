@@ -1,0 +1,188 @@
+"""A whole topology for tests: real HTTP, real control sockets, real rank processes; the drivers share the test's event loop.
+
+The forkserver of the ranks is shared by all topologies of a test run, so one comes up in a second or two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+import yaml
+
+from longcat_pd.clock import MonotonicClock
+from longcat_pd.config import resolve
+from longcat_pd.config.schema import ClusterConfig, LoadBalancerConfig
+from longcat_pd.decode_worker import __main__ as decode_main
+from longcat_pd.load_balancer import app as balancer_app
+from longcat_pd.load_balancer import assemble
+from longcat_pd.prefill_worker import __main__ as prefill_main
+from longcat_pd.server.app import create_app, worker_front
+from longcat_pd.server.gate import Gate
+from longcat_pd.server.parts import Parts, make_parts
+from longcat_pd.server.peered import PeeredInstance
+from longcat_pd.server.run import listen
+from longcat_pd.server.text import TextProcessor
+from longcat_pd.standalone.service import StandaloneService
+from tests.ports import free_base
+
+BLOCK, CHUNK = 16, 64
+IDLE_S = 2.0  # accounts are back so long after the last request ended
+
+Build = Callable[[Parts], tuple[Any, Any]]
+ROLES: dict[str, tuple[str, Build]] = {
+    "prefill": ("longcat_pd.prefill_worker.rank:main", prefill_main.build),
+    "decode": ("longcat_pd.decode_worker.rank:main", decode_main.build),
+}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """What a test talks to. ``parts`` by instance name, for a look behind the face."""
+
+    url: str
+    client: httpx.AsyncClient
+    parts: dict[str, Parts]
+
+    async def complete(self, prompt: list[int], **fields: Any) -> dict[str, Any]:
+        """A completion with ids in and out; the choice, plus ``usage``."""
+        body = {"prompt": prompt, "temperature": 0, "max_tokens": 6, "return_token_ids": True, "ignore_eos": True, **fields}
+        answer = await self.client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return {**answer.json()["choices"][0], "usage": answer.json()["usage"]}
+
+    async def account(self) -> dict[str, Any]:
+        return dict((await self.client.get("/debug/accounting")).json())
+
+    async def idle_within(self, seconds: float = IDLE_S) -> dict[str, Any]:
+        """The accounts, as soon as they are idle with every block back; fails with them when the time is over."""
+        until = asyncio.get_running_loop().time() + seconds
+        while True:
+            account = await self.account()
+            if account["idle"] and all(map(_is_all_free, _workers(account))):
+                return account
+            assert asyncio.get_running_loop().time() < until, account
+            await asyncio.sleep(0.02)
+
+
+def _workers(account: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(account["instances"].values()) if "instances" in account else [account]
+
+
+def _is_all_free(worker: dict[str, Any]) -> bool:
+    return all(r["blocks"]["free"] + r["blocks"]["cached"] == r["blocks"]["total"] for r in worker["ranks"])
+
+
+def cluster_file(folder: Path, model: Path, **sections: Any) -> Path:
+    """A cluster YAML with free ports. ``prefill`` and ``decode`` are ``parallel`` dicts; other sections go in as they are."""
+    base = free_base(400)
+    engine = {"block_size": BLOCK, "max_num_seqs": 16, "num_blocks": 129, "max_model_len": 512}
+    tree: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "load_balancer": {"port": base},
+        "prefill": {
+            "parallel": sections.pop("prefill", {}),
+            "engine": {**engine, "max_num_batched_tokens": CHUNK, **sections.pop("prefill_engine", {})},
+            "instances": [{"name": "p0", "http_port": base + 100}],
+        },
+        "decode": {
+            "parallel": sections.pop("decode", {}),
+            "engine": {**engine, **sections.pop("decode_engine", {})},
+            "instances": [{"name": "d0", "http_port": base + 200}],
+        },
+        **sections,
+    }
+    path = folder / f"cluster-{base}.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@contextlib.asynccontextmanager
+async def pools(config: ClusterConfig) -> AsyncIterator[Topology]:
+    """All instances of a cluster and its balancer, ready."""
+    async with contextlib.AsyncExitStack() as stack:
+        parts = {}
+        starting = []
+        for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
+            assert pool is not None
+            for place in pool.instances:
+                entry, build = ROLES[role]
+                mine = make_parts(resolve.instance_spec(config, place.name), entry, MonotonicClock())
+                service, control = build(mine)
+                instance = PeeredInstance(mine.engine, control, mine.clock)
+                gate = Gate(4096)
+                front = worker_front(config.load_balancer, None)
+                app = create_app(service, TextProcessor.load(config.model.path), mine.metrics, gate=gate, front=front)
+                await stack.enter_async_context(_serving(app, place.host, place.http_port, gate))
+                stack.push_async_callback(instance.close)
+                starting.append(instance.start())
+                parts[place.name] = mine
+        await asyncio.gather(*starting)
+        face = assemble.build(config)
+        watching = asyncio.ensure_future(face.means.pool.watch())
+        stack.push_async_callback(_cancelled, watching)
+        stack.push_async_callback(face.means.workers.close)
+        address = config.load_balancer
+        await stack.enter_async_context(_serving(balancer_app.create_app(face), address.host, address.port, face.gate))
+        await asyncio.wait_for(face.means.pool.has_been_ready.wait(), 30)
+        yield Topology(*await _client(stack, address.host, address.port), parts)
+
+
+@contextlib.asynccontextmanager
+async def standalone(model: Path, *overrides: str) -> AsyncIterator[Topology]:
+    """One engine with one rank process behind its own face."""
+    port = free_base(20)
+    sizes = [
+        f"engine.block_size={BLOCK}",
+        f"engine.max_num_batched_tokens={CHUNK}",
+        "engine.num_blocks=257",
+        "engine.max_model_len=512",
+    ]
+    spec = resolve.standalone(str(model), [*sizes, *overrides], host="127.0.0.1", port=port)
+    parts = make_parts(spec, "longcat_pd.engine.rank:main", MonotonicClock())
+    service = StandaloneService(spec, parts.engine, incarnation=parts.hello.incarnation, clock=parts.clock)
+    gate = Gate(4096)
+    front = worker_front(LoadBalancerConfig(), None)
+    app = create_app(service, TextProcessor.load(model), parts.metrics, gate=gate, front=front)
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(_serving(app, "127.0.0.1", port, gate))
+        stack.push_async_callback(service.close)
+        await service.start()
+        yield Topology(*await _client(stack, "127.0.0.1", port), {"standalone": parts})
+
+
+async def _client(stack: contextlib.AsyncExitStack, host: str, port: int) -> tuple[str, httpx.AsyncClient]:
+    url = f"http://{host}:{port}"
+    return url, await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60.0, trust_env=False))
+
+
+async def _cancelled(task: asyncio.Future[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _serving(app: Any, host: str, port: int, gate: Gate) -> AsyncIterator[None]:
+    config = uvicorn.Config(app, http="httptools", ws="none", log_config=None, lifespan="off", timeout_graceful_shutdown=2)
+    server = _Server(config)
+    with listen(host, port) as listener:
+        task = asyncio.ensure_future(server.serve(sockets=[listener]))
+        try:
+            yield
+        finally:
+            gate.drain()
+            gate.cut()
+            server.should_exit = True
+            await task
