@@ -35,10 +35,20 @@ from longcat_pd.wire import unpack
 
 _JOIN_S = 5.0
 _CLOSED_KEPT = 65536  # keys of ended transfers whose late bytes are known and thrown away
+_EARLY_BYTES = 64 << 20  # of transfers that are not announced yet; beyond that a lane waits
 
 
 class _Rejected(Exception):
     """This data breaks its transfer. The text begins with the outcome."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """One message that has been received. An end has an empty body."""
+
+    source: LaneEnd
+    header: Header
+    body: torch.Tensor
 
 
 @dataclass(eq=False)
@@ -81,6 +91,7 @@ class ArrivalLanes:
         self._by_id: dict[str, _Incoming] = {}  # until adopted or dropped
         self._by_key: dict[int, _Incoming] = {}  # while open
         self._closed_keys: OrderedDict[int, None] = OrderedDict()
+        self._early: dict[int, list[_Message]] = {}  # not announced yet
         self._lanes: dict[tuple[str, int], _ArrivalLane] = {}
         self._thread = threading.Thread(target=self._accept, name="lanes-accept", daemon=True)
         self._thread.start()
@@ -102,6 +113,7 @@ class ArrivalLanes:
         with self.changed:
             self._by_id[arrival.transfer_id] = self._by_key[incoming.key] = incoming
             self._close_if_done(incoming)
+            self._catch_up(incoming)
             self.changed.notify_all()
 
     def drop(self, transfer_id: str) -> None:
@@ -133,12 +145,37 @@ class ArrivalLanes:
         for lane in lanes:
             lane.close()
 
-    def expects(self, key: int) -> bool:
-        """Whether this transfer is announced here, or was. With ``changed`` held."""
-        return key in self._by_key or key in self._closed_keys
+    def has_place_for(self, message: _Message) -> bool:
+        """Whether ``keep_if_early`` and ``deal_with`` may go on with it. With ``changed`` held."""
+        if message.header.is_end or self._is_known(message.header.key):
+            return True
+        waiting = sum(len(m.body) for messages in self._early.values() for m in messages)
+        return not waiting or waiting + len(message.body) <= _EARLY_BYTES
 
-    def take(self, source: LaneEnd, header: Header, body: torch.Tensor) -> None:
-        """A data message has arrived: check it, copy it. Of a closed transfer nothing is touched. Raises MalformedFrame."""
+    def keep_if_early(self, message: _Message) -> bool:
+        """Keep a message whose transfer is not announced yet; False if it is. With ``changed`` held.
+
+        The grant may be quicker than the plan with the announcement, which waits for the step before. A transfer that is
+        never announced ends with the end that its source sends when it gives up.
+        """
+        key, header = message.header.key, message.header
+        if self._is_known(key):
+            return False
+        if header.is_end and not header.ok:
+            self._forget(key)
+        else:
+            self._early.setdefault(key, []).append(message)
+        return True
+
+    def deal_with(self, message: _Message) -> None:
+        """A message of a transfer that was announced. Raises MalformedFrame."""
+        if message.header.is_end:
+            self._ended(message.source, message.header)
+        else:
+            self._take(message.source, message.header, message.body)
+
+    def _take(self, source: LaneEnd, header: Header, body: torch.Tensor) -> None:
+        """A data message: check it, copy it. Of a closed transfer nothing is touched."""
         entries = self._cache.spec.entries_of_layer(header.layer)
         shapes = [((self._cache.block_size, entry.width), entry.dtype) for entry in entries]
         runs = decode_body(header, body, shapes)
@@ -163,13 +200,13 @@ class ArrivalLanes:
             with self.changed:
                 self._close(incoming, str(error))
 
-    def ended(self, source: LaneEnd, header: Header) -> None:
-        """An end has arrived: with ``ok`` everything of this source must be there."""
+    def _ended(self, source: LaneEnd, header: Header) -> None:
+        """An end: with ``ok`` everything of this source must be there."""
         with self.changed:
             incoming = self._open_from(source, header.key)
             if incoming is None:
-                self._closed_keys.pop(header.key, None)
-            elif not header.ok:
+                return
+            if not header.ok:
                 self._close(incoming, f"peer_aborted: given up by {source.instance} rank {source.rank}")
             elif incoming.missing[source.rank]:
                 lost = incoming.missing[source.rank]
@@ -188,6 +225,19 @@ class ArrivalLanes:
                 is_from = (arrival.peer, arrival.peer_incarnation) == (source.instance, source.incarnation)
                 if is_from and source.rank in incoming.started - incoming.ended:
                     self._close(incoming, reason)
+            for key in [k for k, messages in self._early.items() if any(m.source == source for m in messages)]:
+                self._forget(key)
+
+    def _catch_up(self, incoming: _Incoming) -> None:
+        """What came before the announcement, while no lane can add to it. With ``changed`` held."""
+        try:
+            for message in self._early.pop(incoming.key, []):
+                self.deal_with(message)
+        except MalformedFrame as error:
+            self._close(incoming, f"aborted: {error}")
+
+    def _is_known(self, key: int) -> bool:
+        return key in self._by_key or key in self._closed_keys
 
     def _accept(self) -> None:
         while (call := self._listener.next_call()) is not None:
@@ -255,10 +305,7 @@ class ArrivalLanes:
             return
         incoming.is_closed = True
         del self._by_key[incoming.key]
-        if reason:
-            self._closed_keys[incoming.key] = None
-            if len(self._closed_keys) > _CLOSED_KEPT:
-                self._closed_keys.popitem(last=False)
+        self._forget(incoming.key)
         closed = TransferClosed(
             transfer_id=incoming.arrival.transfer_id,
             rank=self.me.rank,
@@ -268,6 +315,13 @@ class ArrivalLanes:
         )
         self._report(closed)
         self.changed.notify_all()
+
+    def _forget(self, key: int) -> None:
+        """From now on what comes for this transfer is thrown away."""
+        self._early.pop(key, None)
+        self._closed_keys[key] = None
+        if len(self._closed_keys) > _CLOSED_KEPT:
+            self._closed_keys.popitem(last=False)
 
 
 class _ArrivalLane:
@@ -325,17 +379,12 @@ class _ArrivalLane:
         body = torch.empty(header.body_bytes, dtype=torch.uint8)
         if not header.is_end:
             lane.receive_into(body, self._owner.options.timeout_s)
-        self._wait_for_announcement(header.key)
-        if header.is_end:
-            self._owner.ended(self._call.source, header)
-        else:
-            self._owner.take(self._call.source, header, body)
-
-    def _wait_for_announcement(self, key: int) -> None:
-        """The grant may be quicker than the plan with its announcement, which waits for the step before."""
-        timeout_s = self._owner.options.timeout_s
+        message, timeout_s = _Message(self._call.source, header, body), self._owner.options.timeout_s
         with self._owner.changed:
-            if not self._owner.changed.wait_for(lambda: self._is_ending or self._owner.expects(key), timeout_s):
+            if not self._owner.changed.wait_for(lambda: self._is_ending or self._owner.has_place_for(message), timeout_s):
                 raise LaneTimeout(f"bytes of a transfer that was not announced within {timeout_s} s")
             if self._is_ending:
                 raise LaneClosed("the lane ends")
+            is_kept = self._owner.keep_if_early(message)
+        if not is_kept:
+            self._owner.deal_with(message)

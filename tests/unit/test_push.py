@@ -188,6 +188,64 @@ def test_bytes_may_be_quicker_than_their_announcement(rigs: list[Rig]) -> None:
     assert handover.mismatches() == []
 
 
+def test_what_was_never_announced_holds_up_nobody(rigs: list[Rig]) -> None:
+    rig = Rig(stages=(1, 1), cp=2)
+    rigs.append(rig)
+    given_up = Handover(rig, "never", 6 * BLOCK)
+    given_up.begin()
+    for rank, lanes in enumerate(rig.push):
+        lanes.push_layer("never", rank // 2, 0, 6, is_last_chunk=False)
+    following = Handover(rig, "t", 6 * BLOCK)
+    following.announce()
+    following.begin()
+    following.compute()
+    assert rig.arrived.wait(1, 2.0)[0].ok
+    for lanes in rig.push:
+        lanes.cancel("never")
+    # all four sources say that they have given up; each of them is understood, and the next transfer is served at once
+    again = Handover(rig, "again", 6 * BLOCK, first_block_id=20)
+    again.announce()
+    again.begin()
+    again.compute()
+    assert rig.arrived.wait(2, 2.0)[1].ok
+    assert again.mismatches() == []
+    assert not rig.arrival[0]._early
+
+
+def test_all_sources_end_a_dropped_transfer_and_the_next_is_served_at_once(rigs: list[Rig]) -> None:
+    rig = Rig(stages=(1, 1), cp=2)
+    rigs.append(rig)
+    dropped = Handover(rig, "dropped", 6 * BLOCK)
+    dropped.announce()
+    dropped.begin()
+    for rank, lanes in enumerate(rig.push):
+        lanes.push_layer("dropped", rank // 2, 0, 6, is_last_chunk=False)
+    rig.arrival[0].drop("dropped")
+    for lanes in rig.push:
+        lanes.cancel("dropped")
+    following = Handover(rig, "t", 6 * BLOCK)
+    following.announce()
+    following.begin()
+    following.compute()
+    assert rig.arrived.wait(2, 2.0)[1].ok
+    assert following.mismatches() == []
+
+
+def test_early_bytes_have_a_limit(rigs: list[Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longcat_pd.kv_transfer.arrival._EARLY_BYTES", 1000)
+    rig = Rig(stages=(4,))
+    rigs.append(rig)
+    handover = Handover(rig, "t", 4 * BLOCK)
+    handover.begin()
+    handover.compute()
+    while not rig.arrival[0]._early:
+        threading.Event().wait(0.01)
+    assert sum(len(m.body) for m in next(iter(rig.arrival[0]._early.values()))) < 3000
+    handover.announce()
+    assert rig.arrived.wait(1)[0].ok
+    assert handover.mismatches() == []
+
+
 def test_cancel_frees_at_once_and_tells_the_other_side(rigs: list[Rig]) -> None:
     rig = Rig(stages=(2,), kvp=2)
     rigs.append(rig)
