@@ -39,10 +39,11 @@ class Probe:
         self._running: asyncio.Task[dict[str, Any]] | None = None
 
     async def prove(self) -> dict[str, Any]:
-        """What ``/health_generate`` answers with 200. Raises WorkerUnavailable with what failed."""
+        """What ``/health_generate`` answers with 200. Raises WorkerUnavailable: starting, or what failed."""
         last, now = self._last_token(), self._now()
         if last is not None and now - last <= PROBE_FRESH_S:
             return self._proof("traffic", now - last)
+        self._face.admit()
         if self._running is None or self._running.done():
             self._running = asyncio.ensure_future(self._run())
             self._running.add_done_callback(_retrieve)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from longcat_pd import log
 from longcat_pd.config.schema import EngineConfig, LoadBalancerConfig, ModelSection
 from longcat_pd.engine.request import Delta, FinishReason, Request, SamplingParams, TokenOutput, TransferRef
 from longcat_pd.metrics import Metrics
@@ -51,10 +53,15 @@ def write_folder(path: Path, variant: str = "2.0", *, has_tokenizer: bool = True
     return str(path)
 
 
+@cache
+def _text(folder: str) -> TextProcessor:
+    return TextProcessor.load(folder)
+
+
 Script = Callable[[Request], AsyncGenerator[Delta, None]]
 
 
-def plays(ids: Sequence[int], *, group: int = 1, top: bool = False) -> Script:
+def plays(ids: Sequence[int], *, group: int = 1) -> Script:
     """A script that generates these ids, ``group`` at a time; at their end, or at max_tokens, the answer is over."""
 
     async def script(request: Request) -> AsyncGenerator[Delta, None]:
@@ -141,11 +148,12 @@ class FakeService:
 
 
 def make_app(service: FakeService, *, gate: Gate | None = None, metrics: Metrics | None = None, **front: Any) -> FastAPI:
-    """The face of a fake instance."""
+    """The face of a fake instance. The log is kept off the terminal, whose traces are slow to draw."""
+    log.set_up(stream=io.StringIO())
     settings = LoadBalancerConfig(**front)
     return create_app(
         service,
-        TextProcessor.load(service.model.path),
+        _text(service.model.path),
         metrics or Metrics(role=service.role, instance=service.name),
         gate=gate or Gate(settings.max_inflight),
         front=settings,

@@ -1,5 +1,7 @@
 """Bodies: every field with its type, range and default, and what is refused."""
 
+# ruff: noqa: E501, SIM905 - tables
+
 import json
 
 import pytest

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - tables
 import json
 
 import pytest
