@@ -30,6 +30,7 @@ from longcat_pd.wire import AsyncSocket, Codec, MalformedRecord, Unsendable
 
 START_LIMIT_S = 1800.0  # loading the largest checkpoint from a slow disk
 STOP_GRACE_S = 5.0
+FAULT_GRACE_S = 1.0  # ranks that are left after a fault, or have not come up, are not listening; time for their stacks
 STATUS_CONFIG = 2  # of a rank process that refuses its configuration or checkpoint
 LAST_WORDS_S = 0.2  # between the end of a rank process and the judgement: its fault may still be on the wire
 
@@ -75,8 +76,8 @@ class Executor(Protocol):
 class RankProcesses(Protocol):
     """Rank processes as something to start, watch and stop (``server/launch.py``)."""
 
-    def start(self, on_exit: Callable[[int, int], None]) -> None:
-        """Start all. ``on_exit(rank, status)`` is called on the event loop when one ends."""
+    async def start(self, on_exit: Callable[[int, int], None]) -> None:
+        """Start all. ``on_exit(rank, status)`` is called on the event loop when one ends. After a cancel: ``stop``."""
         ...
 
     def dump_stacks(self) -> None:
@@ -163,7 +164,7 @@ class ProcessExecutor:
             self._close_sockets()
             raise ConfigError(f"cannot listen: {error}") from error
         self._on_closed, self._on_failure = on_closed, on_failure
-        self._processes.start(self._exited)
+        await self._processes.start(self._exited)
         self._keep(self._hear_arrivals(self._sockets[0]))
         self._keep(self._hear_messages(self._sockets[1]))
         try:
@@ -210,6 +211,7 @@ class ProcessExecutor:
 
     async def close(self) -> None:
         """Tell the ranks, wait for them, end them; then the sockets."""
+        grace_s = STOP_GRACE_S if self._failure is None and self._came_up.is_set() else FAULT_GRACE_S
         if self._failure is None:
             self._failure = EngineFault("the ranks were stopped")
         self._finish_steps(self._failure)
@@ -219,7 +221,7 @@ class ProcessExecutor:
                     self._sockets[0].send([str(rank.number).encode(), *_PLANS.encode(Stop())])
                 except Unsendable:
                     logger().debug("stop_not_sent", rank=rank.number)
-        await self._processes.stop(STOP_GRACE_S)
+        await self._processes.stop(grace_s)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

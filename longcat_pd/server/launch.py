@@ -38,23 +38,16 @@ class ForkedRanks:
         self._entry = entry
         self._configs = tuple(configs)
         self._clock = clock
+        self._starts: list[asyncio.Task[None]] = []
         self._processes: list[BaseProcess] = []
         self._num_running = 0
         self._all_ended = asyncio.Event()
 
-    def start(self, on_exit: Callable[[int, int], None]) -> None:
-        """Start all. ``on_exit(rank, status)`` is called on the running event loop when one ends."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", self._entry.partition(":")[0], __name__])
-        with _for_children():
-            for rank, config in enumerate(self._configs):
-                process: BaseProcess = context.Process(target=_run_rank, args=(self._entry, config), name=f"rank-{rank}")
-                process.start()
-                self._processes.append(process)
-        self._num_running = len(self._processes)
-        loop = asyncio.get_running_loop()
-        for rank, process in enumerate(self._processes):
-            loop.add_reader(process.sentinel, self._exited, rank, on_exit)
+    async def start(self, on_exit: Callable[[int, int], None]) -> None:
+        """Start all. ``on_exit(rank, status)`` is called on the event loop when one ends."""
+        starting = asyncio.get_running_loop().create_task(self._start(on_exit))
+        self._starts.append(starting)
+        await asyncio.shield(starting)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -70,6 +63,7 @@ class ForkedRanks:
 
     async def stop(self, grace_s: float) -> None:
         """Wait so long for those that were told to end, then end them by force."""
+        await asyncio.gather(*self._starts)  # one that was cancelled half-way is finished first, so that none is missed
         if not self._num_running:
             return
         try:
@@ -81,6 +75,22 @@ class ForkedRanks:
                     logger().warning("rank_killed", rank=rank, pid=process.pid)
                     process.kill()
         await self._clock.within(KILL_LIMIT_S, self._all_ended.wait())
+
+    async def _start(self, on_exit: Callable[[int, int], None]) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self._fork)  # seconds: the forkserver imports torch first
+        self._num_running = len(self._processes)
+        for rank, process in enumerate(self._processes):
+            loop.add_reader(process.sentinel, self._exited, rank, on_exit)
+
+    def _fork(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", self._entry.partition(":")[0], __name__])
+        with _for_children():
+            for rank, config in enumerate(self._configs):
+                process: BaseProcess = context.Process(target=_run_rank, args=(self._entry, config), name=f"rank-{rank}")
+                process.start()
+                self._processes.append(process)
 
     def _exited(self, rank: int, on_exit: Callable[[int, int], None]) -> None:
         process = self._processes[rank]

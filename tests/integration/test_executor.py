@@ -107,7 +107,7 @@ class Processes:
     on_exit: Callable[[int, int], None] = lambda rank, status: None
     calls: list[str] = field(default_factory=list)
 
-    def start(self, on_exit: Callable[[int, int], None]) -> None:
+    async def start(self, on_exit: Callable[[int, int], None]) -> None:
         self.on_exit = on_exit
         self.calls.append("start")
 

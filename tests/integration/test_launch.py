@@ -41,7 +41,7 @@ async def test_children_get_one_thread_and_no_terminal_signals_and_the_driver_ke
     before, mask = dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, ())
     processes, files = ranks(tmp_path, "report", 2, status=3)
     exits = Exits(2)
-    processes.start(exits)
+    await processes.start(exits)
     assert await exits.complete() == [(0, 3), (1, 3)]
     assert dict(os.environ) == before and signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
     for file in files:
@@ -54,7 +54,7 @@ async def test_children_get_one_thread_and_no_terminal_signals_and_the_driver_ke
 async def test_a_rank_that_does_not_end_by_itself_is_ended(tmp_path: Path) -> None:
     processes, files = ranks(tmp_path, "wait_for_ever", 2)
     exits = Exits(2)
-    processes.start(exits)
+    await processes.start(exits)
     await _until_up(files)
     os.kill(processes.pids[0], signal.SIGTERM)
     await asyncio.sleep(0.1)
@@ -70,7 +70,7 @@ async def test_a_rank_that_does_not_end_by_itself_is_ended(tmp_path: Path) -> No
 async def test_a_killed_rank_is_told_at_once(tmp_path: Path) -> None:
     processes, files = ranks(tmp_path, "wait_for_ever", 2)
     exits = Exits(1)
-    processes.start(exits)
+    await processes.start(exits)
     await _until_up(files)
     os.kill(processes.pids[1], signal.SIGKILL)
     began = time.monotonic()
