@@ -20,10 +20,10 @@ from typing import Any
 from longcat_pd.cluster.processes import Children, Process, kill_sessions, send, wait_for_end
 from longcat_pd.cluster.record import RunFolder, State, last_lines
 from longcat_pd.config.checks import pools, port_uses
-from longcat_pd.config.resolve import load, model_path
+from longcat_pd.config.resolve import instance_spec, load, model_path
 from longcat_pd.config.schema import ClusterConfig
 from longcat_pd.errors import ConfigError
-from longcat_pd.sizing.preflight import port_findings
+from longcat_pd.sizing.preflight import free_memory_bytes, port_findings, total_memory_findings
 
 DEFAULT_CONFIG = Path("deploy/config/cluster/local-cpu.yaml")
 DEFAULT_CHECKPOINT = Path(".run/models/tiny-2.0")
@@ -87,8 +87,7 @@ def _start(folder: RunFolder, config: Path, *, options: argparse.Namespace) -> i
             kill_sessions(before.processes)  # left behind by processes that died
         _make_default_checkpoint(options.root, model_path(config, options.overrides))
         cluster = load(config, options.overrides)
-        findings = list(port_findings(port_uses(cluster)))
-        if findings:
+        if findings := [*port_findings(port_uses(cluster)), *_memory_findings(cluster)]:
             raise ConfigError("\n".join(findings))
         children = Children()
         state = _launch_all(folder, config, cluster=cluster, overrides=options.overrides, children=children)
@@ -104,6 +103,12 @@ def _start(folder: RunFolder, config: Path, *, options: argparse.Namespace) -> i
             return EXIT_FAILED
     _say(f"ready: {state.url}; logs in {folder.path}. Try:\n\n{_curl(state.url)}\n")
     return EXIT_OK
+
+
+def _memory_findings(cluster: ClusterConfig) -> Iterator[str]:
+    names = [instance.name for _, pool in pools(cluster) for instance in pool.instances]
+    specs = [instance_spec(cluster, name) for name in names]
+    yield from total_memory_findings(specs, available_bytes=free_memory_bytes())
 
 
 def _make_default_checkpoint(root: Path, wanted: Path) -> None:

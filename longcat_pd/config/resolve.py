@@ -105,8 +105,9 @@ def _peer(role: Role, instance: InstanceConfig) -> PeerAddress:
 
 
 def _digest(spec: InstanceSpec) -> str:
-    """Equal for equal settings of this instance; the balancer computes the same from its own file."""
-    text = json.dumps(dataclasses.asdict(spec), sort_keys=True)
+    """Equal for equal settings, whichever instance of a pool has them; the balancer computes it from its own file."""
+    anyone = dataclasses.replace(spec, name="", host="", http_port=0)
+    text = json.dumps(dataclasses.asdict(anyone), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import InstanceSpec, ParallelConfig
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 PROCESS_BYTES = 48 << 20  # what a rank process has of its own before it loads anything
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
@@ -43,10 +43,17 @@ def sum_of_parts(ranks: tuple[RankMemory, ...]) -> dict[str, int]:
     return {name: sum(rank.parts[name] for rank in ranks) for name in ranks[0].parts}
 
 
-def show_parts(parts: Mapping[str, int]) -> str:
-    """``weights 41.0, cache 24.0, …`` in GiB, without what is too small to show."""
-    shown = [f"{name} {value / GIB:.2f}" for name, value in parts.items() if value >= GIB / 200]
-    return ", ".join(shown) or "all parts below 0.01"
+def show_parts(parts: Mapping[str, int], *, unit: int = GIB) -> str:
+    """``weights 41.0, cache 24.0, …`` in units of so many bytes, without what is too small to show."""
+    shown = [f"{name} {value / unit:.1f}" for name, value in parts.items() if value >= unit / 20]
+    return ", ".join(shown) or "all parts below 0.1"
+
+
+def show_total(parts: Mapping[str, int]) -> str:
+    """The sum and its parts, in GiB, or in MiB where that says more."""
+    total = sum(parts.values())
+    unit, name = (GIB, "GiB") if total >= 10 * GIB else (MIB, "MiB")
+    return f"{total / unit:.1f} {name}: {show_parts(parts, unit=unit)}"
 
 
 def stage_of(rank: int, parallel: ParallelConfig) -> int:

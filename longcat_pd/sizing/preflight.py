@@ -15,7 +15,7 @@ from longcat_pd.config.checks import PortUse, ports_of
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import InstanceSpec
 from longcat_pd.errors import ConfigError
-from longcat_pd.sizing.memory import GIB, RankMemory, instance_memory, show_parts, stage_of, sum_of_parts
+from longcat_pd.sizing.memory import GIB, RankMemory, instance_memory, show_parts, show_total, stage_of, sum_of_parts
 
 LISTEN = "0A"  # state column of /proc/net/tcp
 
@@ -51,8 +51,9 @@ def plan_lines(spec: InstanceSpec, ranks: Sequence[RankMemory]) -> Iterator[str]
     """What will run: layout, ports, and bytes of each rank part by part."""
     parallel, engine = spec.parallel, spec.engine
     axes = {name: size for name, size in vars(parallel).items() if name.endswith("_size") and size > 1}
-    layout = " x ".join(f"{name.removesuffix('_size')} {size}" for name, size in axes.items()) or "one rank"
-    yield f"{spec.role} {spec.name}: {layout}, {parallel.world_size} ranks on {spec.device}, {spec.model.dtype}"
+    layout = " x ".join(f"{name.removesuffix('_size')} {size}" for name, size in axes.items())
+    layout = f"{layout}, {parallel.world_size} ranks" if axes else "one rank"
+    yield f"{spec.role} {spec.name}: {layout} on {spec.device}, {spec.model.dtype}"
     blocks = f"block_size {engine.block_size}, {engine.num_blocks} blocks a shard"
     chunk = f", {engine.max_num_batched_tokens} tokens a chunk" if spec.role != "decode" else ""
     yield f"  layers per stage {list(parallel.layers_per_stage)}; {blocks}"
@@ -60,7 +61,7 @@ def plan_lines(spec: InstanceSpec, ranks: Sequence[RankMemory]) -> Iterator[str]
     yield "  ports " + ", ".join(f"{use.port} {use.purpose.removeprefix(spec.name).strip()}" for use in ports_of(spec))
     for rank in ranks:
         stage = f" (stage {stage_of(rank.rank, parallel)})" if parallel.pp_size > 1 else ""
-        yield f"  rank {rank.rank}{stage}: {rank.total_bytes / GIB:.2f} GiB: {show_parts(rank.parts)}"
+        yield f"  rank {rank.rank}{stage}: {show_total(rank.parts)}"
     if spec.role == "prefill" and engine.max_num_batched_tokens % (engine.block_size * parallel.cp_size):
         level = engine.block_size * parallel.cp_size
         yield f"  advice: a chunk is level over the ranks of cp when max_num_batched_tokens is a multiple of {level}"
@@ -71,8 +72,19 @@ def memory_findings(spec: InstanceSpec, ranks: tuple[RankMemory, ...], *, availa
     parts = sum_of_parts(ranks)
     need = sum(parts.values())
     if need > available_bytes:
-        head = f"{spec.role} {spec.name} needs {need / GIB:.2f} GiB for its {len(ranks)} ranks"
-        yield f"{head}, {available_bytes / GIB:.2f} available: {show_parts(parts)}"
+        head = f"{spec.role} {spec.name} needs {need / GIB:.1f} GiB for its {len(ranks)} ranks"
+        yield f"{head}, {available_bytes / GIB:.1f} available: {show_parts(parts)}"
+
+
+def total_memory_findings(specs: Sequence[InstanceSpec], *, available_bytes: int) -> Iterator[str]:
+    """Refusal when instances that share a machine, each of which fits, do not fit together."""
+    needs = {spec.name: 0 for spec in specs}
+    for spec in specs:
+        ranks = instance_memory(spec, ModelConfig.load(spec.model.path))
+        needs[spec.name] = sum(rank.total_bytes for rank in ranks)
+    if sum(needs.values()) > available_bytes:
+        shares = ", ".join(f"{name} {need / GIB:.1f}" for name, need in needs.items())
+        yield f"all instances need {sum(needs.values()) / GIB:.1f} GiB, {available_bytes / GIB:.1f} available: {shares}"
 
 
 def free_memory_bytes() -> int:

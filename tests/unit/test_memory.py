@@ -9,7 +9,7 @@ import pytest
 
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import EngineConfig, InstanceSpec, ModelSection, ParallelConfig, TransferConfig
-from longcat_pd.sizing.memory import RankMemory, instance_memory, show_parts, stage_of, sum_of_parts
+from longcat_pd.sizing.memory import RankMemory, instance_memory, show_parts, show_total, stage_of, sum_of_parts
 
 COMMON: dict[str, Any] = {
     "zero_expert_type": "identity",
@@ -139,4 +139,7 @@ def test_sums_and_their_line() -> None:
     ranks = tuple(RankMemory(rank=rank, parts={"weights": 3 << 30, "cache": 1 << 29, "process": 1}) for rank in (0, 1))
     assert sum_of_parts(ranks) == {"weights": 6 << 30, "cache": 1 << 30, "process": 2}
     assert ranks[0].total_bytes == (3 << 30) + (1 << 29) + 1
-    assert show_parts(sum_of_parts(ranks)) == "weights 6.00, cache 1.00"
+    assert show_parts(sum_of_parts(ranks)) == "weights 6.0, cache 1.0"
+    assert show_parts({"process": 1}) == "all parts below 0.1"
+    assert show_total({"weights": 3 << 20, "cache": 1 << 19}) == "3.5 MiB: weights 3.0, cache 0.5"
+    assert show_total({"weights": 30 << 30, "cache": 1 << 29}) == "30.5 GiB: weights 30.0, cache 0.5"

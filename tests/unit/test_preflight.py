@@ -7,7 +7,7 @@ from pathlib import Path
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.resolve import instance_spec, load
 from longcat_pd.sizing.memory import instance_memory
-from longcat_pd.sizing.preflight import free_memory_bytes, memory_findings, plan_lines
+from longcat_pd.sizing.preflight import free_memory_bytes, memory_findings, plan_lines, total_memory_findings
 from tests.unit.test_resolve import cluster
 
 __all__ = ["cluster"]
@@ -24,8 +24,8 @@ def test_the_plan_names_layout_ports_and_the_bytes_of_every_rank(cluster: Path) 
     assert "layers per stage [3, 2]; block_size 16" in text
     assert "30000 HTTP, 30001 control records" in text
     assert "30005 rendezvous of the lanes" in text
-    assert "rank 0 (stage 0): 0." in text
-    assert "rank 3 (stage 1): 0." in text
+    assert "rank 0 (stage 0): " in text
+    assert "rank 3 (stage 1): " in text
     assert "advice" not in text
 
 
@@ -38,9 +38,21 @@ def test_too_little_memory_is_refused_with_its_parts(cluster: Path) -> None:
     ranks = instance_memory(spec, ModelConfig.load(spec.model.path))
     (line,) = memory_findings(spec, ranks, available_bytes=100 << 20)
     assert line.startswith("prefill p0 needs 0.")
-    assert "for its 4 ranks, 0.10 available: " in line
-    assert "process 0.19" in line
+    assert "for its 4 ranks, 0.1 available: " in line
+    assert "process 0.2" in line
     assert not list(memory_findings(spec, ranks, available_bytes=sum(rank.total_bytes for rank in ranks)))
+
+
+def test_instances_that_fit_alone_may_not_fit_together(cluster: Path) -> None:
+    config = load(cluster)
+    specs = [instance_spec(config, name) for name in ("p0", "d0", "d1")]
+    model = ModelConfig.load(config.model.path)
+    needs = [sum(rank.total_bytes for rank in instance_memory(spec, model)) for spec in specs]
+    (line,) = total_memory_findings(specs, available_bytes=sum(needs) - 1)
+    assert line.startswith("all instances need 0.")
+    assert "p0 0." in line
+    assert "d1 0." in line
+    assert not list(total_memory_findings(specs, available_bytes=sum(needs)))
 
 
 def test_free_memory_is_a_sane_number() -> None:

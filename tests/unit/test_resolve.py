@@ -238,7 +238,8 @@ def test_the_checkpoint_path_is_known_before_there_is_a_checkpoint(cluster: Path
 
 def test_an_instance_knows_its_peers_and_a_digest_of_what_concerns_it(cluster: Path) -> None:
     config = load(cluster)
-    p0, d1 = instance_spec(config, "p0"), instance_spec(config, "d1")
+    p0, d0, d1 = (instance_spec(config, name) for name in ("p0", "d0", "d1"))
+    assert d0.config_digest == d1.config_digest != p0.config_digest
     assert [(peer.name, peer.role, peer.http_port) for peer in p0.peers] == [
         ("d0", "decode", 31000),
         ("d1", "decode", 31100),
