@@ -271,7 +271,10 @@ async def test_draining_by_the_operator(folder, tmp_path):
 
 
 async def test_too_many_and_the_accounts(folder):
+    arrived = asyncio.Semaphore(0)
+
     async def script(request):
+        arrived.release()
         await asyncio.Event().wait()
         yield
 
@@ -279,8 +282,8 @@ async def test_too_many_and_the_accounts(folder):
     gate = Gate(2)
     async with client_of(service, gate=gate) as client:
         running = [asyncio.create_task(client.post(COMPLETIONS, json={**BODY, "stream": s})) for s in (True, False)]
-        while gate.num_open < 2:
-            await asyncio.sleep(0.001)
+        for _ in running:
+            await arrived.acquire()
         account = (await client.get("/debug/accounting")).json()
         assert account["driver"]["request_sockets"] == 2 and account["outstanding"] == 2 and account["idle"] is False
         refused = await client.post(COMPLETIONS, json=BODY)
