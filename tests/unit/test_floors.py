@@ -69,7 +69,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     r"os\.environ|os\.getenv|from os import .*environ": ("server/launch.py",),
     r"except\s*:|except\s+\(?(Base)?Exception\b": ("server/errors.py", "engine/rank.py"),
     r"\btime\.sleep\(": (),
-    r"\.type ?== ?['\"](npu|cuda|cpu)['\"]|\bis_npu\b|\bif npu\b|\bif prefill\b": ("parallel/platform.py", "kernels/"),
+    r"\.type ?== ?['\"](npu|cuda|cpu)['\"]|\bis_npu\b|\bif (npu|prefill|decode):": ("parallel/platform.py", "kernels/"),
     r"getattr\([^)]*,[^)]*,": (),
     r"\bhasattr\(": (),
     r"^\s*global ": (),
