@@ -24,7 +24,7 @@ from longcat_pd.bench.servers import Served, cluster, engine, make_checkpoint, r
 CHAT_SIZES = ("hidden_size=256", "num_layers=4", "ffn_hidden_size=512", "expert_ffn_hidden_size=128", "n_routed_experts=24")
 PAIR = """
 model: {path: %s, served_name: bench}
-load_balancer: {port: 18081}
+load_balancer: {port: 24081}
 prefill:
   parallel: {pp_size: %d, cp_size: %d}
   engine: {block_size: 16, max_num_batched_tokens: 256, max_num_seqs: 16}
@@ -35,7 +35,7 @@ decode:
   instances: [{name: d0, http_port: %d}]
 """
 ENGINE = ("engine.block_size=16", "engine.max_num_batched_tokens=256", "engine.max_num_seqs=16")
-ENGINE_PORT = 18181
+ENGINE_PORT = 24181
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +60,7 @@ def pair_rows(folder: Path, *, rounds: int) -> Iterator[Row]:
     model = make_checkpoint(folder / "tiny-2.0", "2.0", dtype="float32")
     for pp, cp, kvp in ((1, 1, 1), (2, 2, 2)):
         config = folder / f"pair-{pp}x{cp}-{kvp}.yaml"
-        config.write_text(PAIR % (model, pp, cp, 18200, kvp, kvp, 18300), encoding="utf-8")
+        config.write_text(PAIR % (model, pp, cp, 24200, kvp, kvp, 24300), encoding="utf-8")
         name = f"P(pp {pp} x cp {cp}) + D(kvp {kvp})"
         with ExitStack() as stack:
             alone = stack.enter_context(engine(model, ENGINE_PORT, folder=folder, settings=ENGINE))
