@@ -1,4 +1,4 @@
-"""A whole topology for tests: real HTTP, real control sockets, real rank processes; the drivers share the test's event loop.
+"""A whole topology for tests: real HTTP, control sockets and rank processes; the drivers share the test's event loop.
 
 The forkserver of the ranks is shared by all topologies of a test run, so one comes up in a second or two.
 """
@@ -80,7 +80,7 @@ def _is_all_free(worker: dict[str, Any]) -> bool:
 
 
 def cluster_file(folder: Path, model: Path, **sections: Any) -> Path:
-    """A cluster YAML with free ports. ``prefill`` and ``decode`` are ``parallel`` dicts; other sections go in as they are."""
+    """A cluster YAML with free ports. ``prefill`` and ``decode`` are ``parallel`` sections; others go in as they are."""
     base = free_base(400)
     engine = {"block_size": BLOCK, "max_num_seqs": 16, "num_blocks": 129, "max_model_len": 512}
     tree: dict[str, Any] = {
