@@ -9,7 +9,8 @@ from longcat_pd.decode_worker.service import DecodeService
 from longcat_pd.kv_transfer.hello import CONTROL_PORT_OFFSET
 from longcat_pd.kv_transfer.offers import Offers, PairLimits
 from longcat_pd.server.parts import Parts
-from longcat_pd.server.worker import WorkerRole, run_worker
+from longcat_pd.server.peered import WorkerRole
+from longcat_pd.server.worker import run_worker
 from longcat_pd.wire import AsyncSocket
 
 LINGER_S = 0.2  # for the last aborts to leave

@@ -6,7 +6,6 @@ from longcat_pd import wire
 from longcat_pd.config.schema import RankSpec
 from longcat_pd.engine.handover import Lanes
 from longcat_pd.engine.rank import run_rank
-from longcat_pd.errors import ConfigError
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.kv_transfer.arrival import ArrivalLanes
 from longcat_pd.kv_transfer.hello import LANE_PORT_OFFSET
@@ -25,11 +24,9 @@ def main(config: str) -> None:
 def arrival_lanes(spec: RankSpec, cache: KVCache, report: Report) -> Lanes:
     """The lanes of this rank. Raises ConfigError for a transport that does not leave a process."""
     instance = spec.instance
-    if instance.transfer.transport != "process_group":
-        raise ConfigError(f"transfer.transport={instance.transfer.transport}: prefill and decode are two processes")
     me = LaneEnd(instance.name, spec.incarnation, spec.rank)
     address = (instance.host, instance.http_port + LANE_PORT_OFFSET)
     listener = GlooListener(me, address, _STORE_TIMEOUT_S)
-    options = LaneOptions(digest=instance.transfer.digest, timeout_s=instance.transfer.timeout_s)
+    options = LaneOptions.between_processes(instance.transfer)
     lanes = ArrivalLanes(me, instance.parallel.kvp_size, cache=cache, listener=listener, options=options, report=report)
     return None, lanes

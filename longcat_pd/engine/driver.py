@@ -116,6 +116,10 @@ class Engine:
         self._loop.raise_failure()
         return list(reports.events)
 
+    def reported(self, transfer_id: str) -> list[TransferClosed]:
+        """Reports about an announced or pushed transfer that have come so far."""
+        return list(self._loop.reports[transfer_id].events)
+
     async def decode(self, seq: Sequence, first: TokenOutput) -> AsyncGenerator[Delta, None]:
         """Generate behind ``first``, which is the first delta; ends with the delta that has ``finish``.
 

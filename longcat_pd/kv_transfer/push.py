@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from longcat_pd.config.schema import TransferConfig
+from longcat_pd.errors import ConfigError
 from longcat_pd.kv_cache.layout import BlockSplit
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.kv_transfer.frames import (
@@ -44,6 +46,13 @@ class LaneOptions:
     digest: DigestMode = "off"
     timeout_s: float = 60.0
     connect_timeout_s: float = 10.0
+
+    @classmethod
+    def between_processes(cls, config: TransferConfig) -> LaneOptions:
+        """As configured. Raises ConfigError for a transport that does not leave a process."""
+        if config.transport != "process_group":
+            raise ConfigError(f"transfer.transport={config.transport}: prefill and decode are two processes")
+        return cls(digest=config.digest, timeout_s=config.timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

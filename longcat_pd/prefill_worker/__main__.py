@@ -10,7 +10,8 @@ from longcat_pd.kv_transfer.hello import CONTROL_PORT_OFFSET
 from longcat_pd.kv_transfer.offering import Offering, OfferLimits
 from longcat_pd.prefill_worker.service import PrefillService
 from longcat_pd.server.parts import Parts
-from longcat_pd.server.worker import WorkerRole, run_worker
+from longcat_pd.server.peered import WorkerRole
+from longcat_pd.server.worker import run_worker
 from longcat_pd.wire import AsyncSocket
 
 LINGER_S = 0.2  # for the last aborts to leave

@@ -6,7 +6,6 @@ from longcat_pd import wire
 from longcat_pd.config.schema import RankSpec
 from longcat_pd.engine.handover import Lanes
 from longcat_pd.engine.rank import run_rank
-from longcat_pd.errors import ConfigError
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.kv_transfer.process_group import GlooCaller
 from longcat_pd.kv_transfer.push import LaneOptions, PrefillShape, PushLanes, Report
@@ -21,9 +20,7 @@ def main(config: str) -> None:
 def push_lanes(spec: RankSpec, cache: KVCache, report: Report) -> Lanes:
     """The lanes of this rank. Raises ConfigError for a transport that does not leave a process."""
     instance = spec.instance
-    if instance.transfer.transport != "process_group":
-        raise ConfigError(f"transfer.transport={instance.transfer.transport}: prefill and decode are two processes")
     me = LaneEnd(instance.name, spec.incarnation, spec.rank)
     shape = PrefillShape(layers_per_stage=instance.parallel.layers_per_stage, cp_size=instance.parallel.cp_size)
-    options = LaneOptions(digest=instance.transfer.digest, timeout_s=instance.transfer.timeout_s)
+    options = LaneOptions.between_processes(instance.transfer)
     return PushLanes(me, shape, cache=cache, caller=GlooCaller(me), options=options, report=report), None

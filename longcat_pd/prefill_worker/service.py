@@ -59,8 +59,9 @@ class PrefillService:
             async with self._offering.offer(offer, peer=peer, deadline=request.deadline) as transfer:
                 self._engine.stamp(seq, Event.GRANTED)
                 first = await transfer.during(self._prefill(seq, transfer))
+                early = self._sent_early(transfer.id)
                 transfer.commit(_commit(transfer.id, first, seq.timings_ms()))
-                await transfer.during(self._sent(transfer))
+                await transfer.during(self._sent(transfer, early))
                 await transfer.acknowledged()
                 self._engine.stamp(seq, Event.COMMITTED)
             yield Delta((), timings_ms=seq.timings_ms())
@@ -122,12 +123,22 @@ class PrefillService:
             closed.cancel()
             await asyncio.gather(prefill, closed, return_exceptions=True)
 
-    async def _sent(self, transfer: OutgoingTransfer) -> None:
+    def _sent_early(self, transfer_id: str) -> set[int]:
+        """The ranks of earlier stages that have sent all of theirs before the last stage's last layer was done.
+
+        Of a rank of the last stage that cannot be said: it counts by itself, and its report may be quicker than the token.
+        """
+        parallel = self._spec.parallel
+        last_stage = (parallel.pp_size - 1) * parallel.cp_size
+        return {r.rank for r in self._engine.reported(transfer_id) if r.ok and r.rank < last_stage}
+
+    async def _sent(self, transfer: OutgoingTransfer, early: set[int]) -> None:
         """Wait until all ranks have sent everything; each of them ends by itself when nothing moves."""
         reports = await self._engine.transfer_closed(transfer.id)
         transfer.check(reports)
         self._metrics.transfer_bytes_total.inc(sum(r.num_bytes for r in reports))
-        self._metrics.transfer_early_bytes_total.inc(sum(r.bytes_before_last_layer for r in reports))
+        early_bytes = sum(r.num_bytes if r.rank in early else r.bytes_before_last_layer for r in reports)
+        self._metrics.transfer_early_bytes_total.inc(early_bytes)
 
 
 def _commit(transfer_id: str, first: TokenOutput, timings_ms: dict[str, float]) -> Commit:

@@ -6,13 +6,18 @@ What a prefill and a decode worker have in common; ``server/run.py`` drives it. 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 from longcat_pd.clock import Clock
+from longcat_pd.config.schema import Role
 from longcat_pd.engine.driver import Engine
 from longcat_pd.errors import ConfigError
 from longcat_pd.kv_transfer.control import Link
+from longcat_pd.server.parts import Parts
+from longcat_pd.server.service import Service
 
 GREETING_S = 0.5  # peers that are there have answered by then; others greet when they come
 
@@ -29,6 +34,19 @@ class Control(Protocol):
     def links(self) -> list[Link]:
         """One for each peer."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerRole:
+    """What makes a worker a prefill or a decode worker.
+
+    ``rank_entry``: module:function of its rank processes. ``build``: its service, and its side of the control sockets;
+    raises OSError for a port that cannot be had.
+    """
+
+    name: Role
+    rank_entry: str
+    build: Callable[[Parts], tuple[Service, Control]]
 
 
 class PeeredInstance:

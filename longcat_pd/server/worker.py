@@ -7,37 +7,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import socket
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from longcat_pd import log
-from longcat_pd.clock import MonotonicClock
 from longcat_pd.config import resolve
-from longcat_pd.config.schema import InstanceSpec, LoadBalancerConfig, Role
 from longcat_pd.errors import ConfigError
-from longcat_pd.server.app import create_app, worker_front
-from longcat_pd.server.gate import Gate
-from longcat_pd.server.parts import Parts, make_parts
-from longcat_pd.server.peered import Control, PeeredInstance
-from longcat_pd.server.run import STATUS_OK, listen, refuse, serve_app
-from longcat_pd.server.service import Service
-from longcat_pd.server.text import TextProcessor
+from longcat_pd.server.app import worker_front
+from longcat_pd.server.peered import WorkerRole
+from longcat_pd.server.run import STATUS_OK, listen, refuse
+from longcat_pd.server.serving import serve
 from longcat_pd.sizing import preflight
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerRole:
-    """What makes a worker a prefill or a decode worker.
-
-    ``rank_entry``: module:function of its rank processes. ``build``: its service, and its side of the control sockets;
-    raises OSError for a port that cannot be had.
-    """
-
-    name: Role
-    rank_entry: str
-    build: Callable[[Parts], tuple[Service, Control]]
 
 
 def run_worker(role: WorkerRole, arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +38,7 @@ def run_worker(role: WorkerRole, arguments: Sequence[str] | None = None) -> int:
             return STATUS_OK
         front = worker_front(cluster.load_balancer, cluster.cluster_key_file)
         with listen(spec.host, spec.http_port) as listener:
-            return asyncio.run(_serve(role, spec, front, listener=listener))
+            return asyncio.run(serve(role, spec, front, listener=listener))
     except ConfigError as error:
         return refuse(error)
 
@@ -70,23 +50,3 @@ def _parser(role: str) -> argparse.ArgumentParser:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="key.path=value")
     parser.add_argument("--check", action="store_true", help="print the plan, test ports and memory, then end")
     return parser
-
-
-async def _serve(role: WorkerRole, spec: InstanceSpec, front: LoadBalancerConfig, *, listener: socket.socket) -> int:
-    clock, gate = MonotonicClock(), Gate(front.max_inflight)
-    parts = make_parts(spec, role.rank_entry, clock)
-    app_text = TextProcessor.load(spec.model.path)
-    try:
-        service, control = role.build(parts)
-    except OSError as error:
-        raise ConfigError(f"{spec.role} {spec.name}: cannot listen for peers: {error}") from error
-    app = create_app(service, app_text, parts.metrics, gate=gate, front=front)
-    log.logger().info("listening", host=spec.host, port=spec.http_port)
-    return await serve_app(
-        app,
-        listener,
-        PeeredInstance(parts.engine, control, clock),
-        gate=gate,
-        drain_timeout_s=spec.engine.drain_timeout_s,
-        clock=clock,
-    )
