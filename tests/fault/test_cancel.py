@@ -1,0 +1,104 @@
+"""The client leaves, at every moment of a request's life: everything goes back on both sides, in two seconds.
+
+Failures of the kinds 19, 20 and 23: cancel anywhere; nothing leaks; the next request is served with unchanged tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from longcat_pd.config import resolve
+from tests.parity.conftest import MakeCheckpoint
+from tests.topology import CHUNK, Topology, cluster_file, pools
+
+PROMPT = list(range(100, 100 + 4 * CHUNK + 20))
+BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+
+@pytest.fixture
+async def topology(tiny: MakeCheckpoint, tmp_path: Path) -> AsyncIterator[Topology]:
+    path = cluster_file(
+        tmp_path, tiny("2.0"), prefill={"pp_size": 2, "cp_size": 2}, decode={"kvp_size": 2, "attn_tp_size": 2}
+    )
+    async with pools(resolve.load(path, ["model.dtype=float32"])) as topology:
+        yield topology
+
+
+async def leave_after(topology: Topology, seconds: float, **fields: Any) -> bool:
+    """Start a call and hang up after so long. Whether it had ended by then."""
+    async with httpx.AsyncClient(base_url=topology.url, timeout=60.0, trust_env=False) as client:
+        call = asyncio.ensure_future(client.post("/v1/completions", json={**BODY, **fields}))
+        done, _ = await asyncio.wait({call}, timeout=seconds)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        return bool(done)
+
+
+async def incarnations(topology: Topology) -> list[str]:
+    return [worker["incarnation"] for worker in (await topology.account())["instances"].values()]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_leaving_at_every_twentieth_of_a_life(topology: Topology, is_streamed: bool) -> None:
+    before = await incarnations(topology)
+    first = await topology.complete(PROMPT, max_tokens=24)
+    began = time.monotonic()
+    assert (await topology.complete(PROMPT, max_tokens=24))["token_ids"] == first["token_ids"]
+    life = time.monotonic() - began
+    ended = 0
+    for part in range(20):
+        ended += await leave_after(topology, life * part / 20, stream=is_streamed)
+        await topology.idle_within()
+    assert ended < 10, "most calls were meant to be left in the middle"
+    assert (await topology.complete(PROMPT, max_tokens=24))["token_ids"] == first["token_ids"]
+    assert await incarnations(topology) == before
+
+
+async def test_many_leave_at_once_while_others_stay(topology: Topology) -> None:
+    alone = await topology.complete(PROMPT, max_tokens=24)
+    staying = [asyncio.ensure_future(topology.complete(PROMPT, max_tokens=24)) for _ in range(3)]
+    leaving = [leave_after(topology, 0.06 * i, stream=bool(i % 2)) for i in range(12)]
+    await asyncio.gather(*leaving)
+    for answer in await asyncio.gather(*staying):
+        assert answer["token_ids"] == alone["token_ids"]
+    await topology.idle_within()
+
+
+async def test_a_deadline_ends_a_request_in_any_phase(topology: Topology) -> None:
+    for limit in (0.05, 0.15, 0.3, 0.6):
+        answer = await topology.client.post(
+            "/v1/completions", json={**BODY, "max_tokens": 200}, headers={"X-Request-Timeout": str(limit)}
+        )
+        assert answer.status_code == 504, answer.text
+        assert answer.json()["error"]["code"] == "deadline_exceeded"
+        await topology.idle_within()
+
+
+async def test_leaving_while_queued_for_the_decode_pool(tiny: MakeCheckpoint, tmp_path: Path) -> None:
+    """One slot at the decode side: the second waits without a grant, and no prefill work is done for it."""
+    path = cluster_file(
+        tmp_path,
+        tiny("2.0"),
+        prefill={"cp_size": 2},
+        decode={"kvp_size": 2, "attn_tp_size": 2},
+        decode_engine={"max_num_seqs": 1},
+    )
+    async with pools(resolve.load(path, ["model.dtype=float32"])) as topology:
+        alone = await topology.complete(PROMPT, max_tokens=100)
+        running = asyncio.ensure_future(topology.complete(PROMPT, max_tokens=100))
+        await asyncio.sleep(0.5)
+        assert not await leave_after(topology, 0.3)
+        account = await topology.account()
+        assert account["instances"]["d0"]["driver"]["requests_waiting"] == 0
+        assert (await running)["token_ids"] == alone["token_ids"]
+        await topology.idle_within()
+        many = [topology.complete(PROMPT, max_tokens=4) for _ in range(6)]
+        assert len({tuple(answer["token_ids"]) for answer in await asyncio.gather(*many)}) == 1
+        await topology.idle_within()

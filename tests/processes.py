@@ -1,0 +1,114 @@
+"""A cluster of real processes for tests that kill, stop and start them one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from longcat_pd.cluster.processes import Children, Process, kill_sessions, send, wait_for_end
+from tests.topology import Topology
+
+READY_S = 60.0
+
+
+class Processes:
+    """Every driver and the balancer in a session of its own, so that its ranks can be ended with it."""
+
+    def __init__(self, config: Path) -> None:
+        self._config = config
+        tree = yaml.safe_load(config.read_text())
+        self.url = f"http://127.0.0.1:{tree['load_balancer']['port']}"
+        self.http_urls = {
+            place["name"]: f"http://127.0.0.1:{place['http_port']}"
+            for role in ("prefill", "decode")
+            for place in tree[role]["instances"]
+        }
+        self._roles = {place["name"]: role for role in ("prefill", "decode") for place in tree[role]["instances"]}
+        self._children = Children()
+        self._lives: list[Process] = []
+        self.running: dict[str, Process] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self._roles, "balancer")
+
+    def start(self, name: str) -> None:
+        if name == "balancer":
+            command = ["longcat_pd.load_balancer", "--config", str(self._config)]
+        else:
+            command = [f"longcat_pd.{self._roles[name]}_worker", "--config", str(self._config), "--instance", name]
+        launched = self._children.launch(
+            name, [sys.executable, "-m", *command], log=self.log_file(name, len(self._lives)), ready_url=""
+        )
+        self._lives.append(launched)
+        self.running[name] = launched
+
+    def signal(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        send(self.running[name], number)
+
+    def wait(self, name: str, seconds: float = 30.0) -> int:
+        """Exit status, as a shell shows it."""
+        assert wait_for_end([self.running[name]], timeout_s=seconds, all_of_them=True), f"{name} still runs"
+        status = self._children.exit_status(self.running[name])
+        assert status is not None
+        return status
+
+    def left_of(self, name: str, grace_s: float) -> list[int]:
+        """What had to be killed of the session of an ended process, ``grace_s`` after."""
+        return kill_sessions([self.running[name]], grace_s=grace_s)
+
+    def log_file(self, name: str, life: int) -> Path:
+        return self._config.parent / f"{life}-{name}.log"
+
+    def log(self, name: str) -> str:
+        return Path(self.running[name].log).read_text()
+
+    def end(self) -> None:
+        """Kill every process that is left in any session that this object began."""
+        kill_sessions(self._lives)
+
+
+async def ready(url: str, client: httpx.AsyncClient, seconds: float = READY_S) -> None:
+    """Wait until /ready of ``url`` says yes."""
+    until = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            answer = await client.get(f"{url}/ready", timeout=2.0)
+            if answer.status_code == 200:
+                return
+        assert time.monotonic() < until, f"{url} is not ready after {seconds} s"
+        await asyncio.sleep(0.1)
+
+
+@contextlib.asynccontextmanager
+async def running(config: Path) -> AsyncIterator[tuple[Processes, Topology]]:
+    """All processes of the file, ready."""
+    processes = Processes(config)
+    with _ended(processes):
+        for name in processes.names:
+            processes.start(name)
+        async with httpx.AsyncClient(base_url=processes.url, timeout=60.0, trust_env=False) as client:
+            await ready(processes.url, client)
+            yield processes, Topology(processes.url, client, {})
+
+
+@contextlib.contextmanager
+def _ended(processes: Processes) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        processes.end()
+
+
+async def instance_answer(processes: Processes, topology: Topology, name: str, route: str) -> dict[str, Any]:
+    """What one instance says of itself, past the balancer."""
+    return dict((await topology.client.get(f"{processes.http_urls[name]}{route}")).json())
