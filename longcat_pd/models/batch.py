@@ -21,6 +21,9 @@ class ForwardInputs:
     PartitionedKV, where the table lists only the blocks that this rank holds and the stride is the number of ranks (one
     block of every round of BlockSplit lies on each rank).
 
+    ``kv_lens`` is the same on all ranks that share the sequences, also on one without rows: it decides whether keys are
+    selected, and with that which collectives run.
+
     Padding rows: seq 0, position 0, slot in block 0; their outputs are ignored.
     """
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longcat_pd.models.batch import ForwardInputs
 from longcat_pd.models.context import ModelContext
-from longcat_pd.models.tiles import tiles
+from longcat_pd.models.tiles import Cost, tiles
 
 _EVERYWHERE = 1 << 31  # above every position
 
@@ -177,10 +177,10 @@ class _VisibleKeys:
     ) -> tuple[Tensor, Tensor]:
         """Scores and positions [T, budget] of the best visible keys that are not forced."""
         assert self._indexer is not None
-        per_key = self._indexer.index_n_heads + self._indexer.index_head_dim
+        cost = Cost(key=self._indexer.index_head_dim, pair=self._indexer.index_n_heads)
         scores = [index_q.new_empty((0, self.budget), dtype=torch.float32)]
         positions = [inputs.positions.new_empty((0, self.budget))]
-        for tile in tiles(inputs, self._block_size, fixed=0, per_key=per_key):
+        for tile in tiles(inputs, self._block_size, cost):
             tile_scores = self._ops.index_scores(
                 tile.cut(index_q), tile.cut(weights), cache=index, block_tables=tile.block_tables
             )
@@ -213,9 +213,9 @@ class _VisibleKeys:
         heads, width = q.shape[1:]
         outs = [q.new_empty((0, heads, latent.shape[-1]), dtype=torch.float32)]
         lses = [q.new_empty((0, heads), dtype=torch.float32)]
-        cost = heads + width
-        fixed, per_key = (0, cost) if keys is None else (cost * keys.shape[1], 0)
-        for tile in tiles(inputs, self._block_size, fixed=fixed, per_key=per_key):
+        dense = Cost(key=width, pair=heads)
+        cost = dense if keys is None else Cost(row=dense.of(1, keys.shape[1]))
+        for tile in tiles(inputs, self._block_size, cost):
             where = {"latent": latent, "rope": rope, "block_tables": tile.block_tables}
             if keys is None:
                 positions = tile.cut(inputs.positions)

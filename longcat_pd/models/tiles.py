@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longcat_pd.models.batch import ForwardInputs
 
-MAX_ELEMENTS = 1 << 24  # of what one call makes for its rows: 64 MiB in fp32
+MAX_ELEMENTS = 1 << 20  # of what one call makes: 4 MiB in fp32; more leaves the caches and was slower
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,23 @@ class Tile:
         return x[self.rows].view(-1, self.rows_each, *x.shape[1:])
 
 
-def tiles(inputs: ForwardInputs, block_size: int, *, fixed: int, per_key: int) -> Iterator[Tile]:
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Elements that a call makes: for each row, for each visible key of a sequence, and for each pair of these."""
+
+    row: int = 0
+    key: int = 0
+    pair: int = 0
+
+    def of(self, num_rows: int, num_keys: int) -> int:
+        """For rows of one sequence."""
+        return num_rows * (self.row + self.pair * num_keys) + self.key * num_keys
+
+
+def tiles(inputs: ForwardInputs, block_size: int, cost: Cost) -> Iterator[Tile]:
     """All rows of the batch in order; sequences without rows are left out.
 
-    A row costs ``fixed`` elements plus ``per_key`` for each visible key. Decode rows come in one tile, and so do prompts of
-    equal length; a sequence that costs too much is cut between its rows.
+    Decode rows come in one tile, and so do prompts of equal length; a sequence that costs too much is cut between its rows.
     """
     seq = 0
     for rows_each, run in groupby(end - start for start, end in _bounds(inputs)):
@@ -39,13 +51,14 @@ def tiles(inputs: ForwardInputs, block_size: int, *, fixed: int, per_key: int) -
         if rows_each == 0:
             continue
         columns = _columns(inputs, range(first, seq), block_size)
-        cost = fixed + per_key * columns * block_size
-        if (seq - first) * rows_each * cost <= MAX_ELEMENTS:
+        if (seq - first) * cost.of(rows_each, columns * block_size) <= MAX_ELEMENTS:
             yield _tile(inputs, range(first, seq), rows_each, columns)
             continue
         for alone in range(first, seq):
             columns = _columns(inputs, range(alone, alone + 1), block_size)
-            step = max(MAX_ELEMENTS // (fixed + per_key * columns * block_size), 1)
+            num_keys = columns * block_size
+            left = MAX_ELEMENTS - cost.of(0, num_keys)
+            step = max(left // max(cost.of(1, num_keys) - cost.of(0, num_keys), 1), 1)
             yield from _pieces(_tile(inputs, range(alone, alone + 1), rows_each, columns), step)
 
 

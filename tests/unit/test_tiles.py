@@ -5,7 +5,7 @@ import torch
 
 from longcat_pd.models import tiles as module
 from longcat_pd.models.batch import ForwardInputs
-from longcat_pd.models.tiles import Tile, tiles
+from longcat_pd.models.tiles import Cost, Tile, tiles
 
 BLOCK = 4
 
@@ -32,8 +32,8 @@ def batch(lengths: list[int], kv_lens: list[int], *, columns: int = 10, stride: 
     )
 
 
-def cut(inputs: ForwardInputs, *, fixed: int = 0, per_key: int = 1) -> list[Tile]:
-    return list(tiles(inputs, BLOCK, fixed=fixed, per_key=per_key))
+def cut(inputs: ForwardInputs, *, row: int = 0, key: int = 0, pair: int = 1) -> list[Tile]:
+    return list(tiles(inputs, BLOCK, Cost(row, key, pair)))
 
 
 def shapes(found: list[Tile]) -> list[tuple[int, int, int, int]]:
@@ -72,4 +72,6 @@ def test_what_is_too_large_is_cut_between_sequences_then_between_rows(monkeypatc
     monkeypatch.setattr(module, "MAX_ELEMENTS", 100)
     inputs = batch([5, 5], [8, 40])  # a row of the first costs 8 keys, of the second 40
     assert shapes(cut(inputs)) == [(0, 5, 5, 2), (5, 7, 2, 10), (7, 9, 2, 10), (9, 10, 1, 10)]
-    assert [tile.rows for tile in cut(inputs, fixed=1000)] == [slice(i, i + 1) for i in range(10)]
+    assert shapes(cut(inputs, key=1))[1:] == [(i, i + 1, 1, 10) for i in range(5, 10)]  # 40 for the keys, 40 for each row
+    assert [tile.rows for tile in cut(inputs, row=1000)] == [slice(i, i + 1) for i in range(10)]
+    assert [tile.rows for tile in cut(inputs, key=1000)] == [slice(i, i + 1) for i in range(10)]
