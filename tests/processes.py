@@ -75,6 +75,8 @@ class Processes:
     def end(self) -> None:
         """Kill every process that is left in any session that this object began."""
         kill_sessions(self._lives)
+        for life in self._lives:
+            assert self._children.exit_status(life) is not None, f"{life.name} was killed"
 
 
 async def ready(url: str, client: httpx.AsyncClient, seconds: float = READY_S) -> None:

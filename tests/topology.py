@@ -79,12 +79,12 @@ def _is_all_free(worker: dict[str, Any]) -> bool:
     return all(r["blocks"]["free"] + r["blocks"]["cached"] == r["blocks"]["total"] for r in worker["ranks"])
 
 
-def cluster_file(folder: Path, model: Path, **sections: Any) -> Path:
+def cluster_file(folder: Path, checkpoint: Path, **sections: Any) -> Path:
     """A cluster YAML with free ports. ``prefill`` and ``decode`` are ``parallel`` sections; others go in as they are."""
     base = free_base(400)
     engine = {"block_size": BLOCK, "max_num_seqs": 16, "num_blocks": 129, "max_model_len": 512}
     tree: dict[str, Any] = {
-        "model": {"path": str(model)},
+        "model": {"path": str(checkpoint)},
         "load_balancer": {"port": base},
         "prefill": {
             "parallel": sections.pop("prefill", {}),
