@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from longcat_pd.kv_transfer.frames import HEADER_INTS, decode_header
+from longcat_pd.kv_transfer.frames import HEADER_INTS, block_digest, decode_header
 from longcat_pd.kv_transfer.loopback import BlockFault, Message
 from longcat_pd.kv_transfer.push import LaneOptions
 from tests.unit.transfer_rig import BLOCK, Handover, Rig
@@ -174,6 +174,34 @@ def test_late_bytes_never_reach_the_next_owner(rigs: list[Rig]) -> None:
     again.compute()
     assert rig.arrived.wait(2)[1].ok
     assert again.mismatches() == []
+
+
+def test_a_drop_between_check_and_copy_leaves_the_blocks_alone(rigs: list[Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    checking, is_dropped = threading.Event(), threading.Event()
+
+    def slow_digest(block: torch.Tensor, num_tokens: int) -> int:
+        checking.set()
+        assert is_dropped.wait(5.0)
+        return block_digest(block, num_tokens)
+
+    monkeypatch.setattr("longcat_pd.kv_transfer.arrival.block_digest", slow_digest)
+    rig = Rig(stages=(1,), options=LaneOptions(digest="all", timeout_s=5.0))
+    rigs.append(rig)
+    handover = Handover(rig, "t", 2 * BLOCK)
+    handover.announce()
+    handover.begin()
+    handover.compute()
+    assert checking.wait(5.0)
+    rig.arrival[0].drop("t")
+    is_dropped.set()
+    assert rig.pushed.wait(1)[0].ok
+    following = Handover(rig, "u", 2 * BLOCK, first_block_id=20)  # its end says that the lane is done with the dropped one
+    following.announce()
+    following.begin()
+    following.compute()
+    assert rig.arrived.wait(2)[1].ok
+    for entry in rig.target_caches[0].spec.entries:
+        assert not rig.target_caches[0].tensor(entry.name)[handover.target_blocks].any()
 
 
 def test_bytes_may_be_quicker_than_their_announcement(rigs: list[Rig]) -> None:
