@@ -277,12 +277,12 @@ async def test_one_failed_rank_is_enough_to_know_that_a_transfer_failed() -> Non
 
 async def test_a_lost_rank_ends_every_request_with_the_cause() -> None:
     async with rig(auto=False, max_num_seqs=2) as r:
-        tasks = [asyncio.create_task(r.answer(request([5], 2))) for _ in range(3)]
-        tasks.append(asyncio.create_task(r.receive(request([5], 2), "t", TokenOutput(6))))
+        tasks = [asyncio.create_task(r.receive(request([5], 2), "t", TokenOutput(6)))]
+        tasks += [asyncio.create_task(r.answer(request([5], 2))) for _ in range(3)]
         await settle()
         r.pencil.lose(RankLost("rank 0 ended with status -9"))
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            assert isinstance(result, RankLost)
+        await settle()
+        assert all(isinstance(task.exception(), RankLost) for task in tasks), "waiting, transferring, computing"
         with pytest.raises(RankLost):
             await r.answer(request([5]))
         await asyncio.wait_for(r.engine.failed(), 1.0)
