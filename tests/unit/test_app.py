@@ -462,6 +462,12 @@ async def test_a_leg_without_its_headers(folder, role):
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
+async def test_a_leg_without_an_attempt_is_the_first(folder):
+    service = FakeService(folder, plays([EOS]), role="decode")
+    headers = {name: value for name, value in LEG.items() if name != "X-Longcat-Attempt"}
+    assert (await ask(service, "POST", COMPLETIONS, json=BODY, headers=headers)).status_code == 200
+
+
 CAUSES = [
     (Overloaded("full"), 503, "load"),
     (WorkerUnavailable("no such peer"), 503, "self"),
