@@ -211,8 +211,8 @@ def test_a_checkpoint_that_lacks_a_tensor_ends_with_its_name(checkpoint: Path, t
 
 
 def _children(pid: int) -> list[int]:
-    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(child) for child in listed.split()]
+    threads = Path(f"/proc/{pid}/task").iterdir()  # a child is listed with the thread that started it
+    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
 
 
 def _is_alive(pid: int) -> bool:
