@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from longcat_pd.config.resolve import instance_spec, load
@@ -62,14 +63,14 @@ class Worker:
                 while (header := await reader.readline()) != b"\r\n":
                     if header.lower().startswith(b"content-length:"):
                         length = int(header.split(b":")[1])
-                await reader.readexactly(length)
+                body = await reader.readexactly(length)
                 if path == "/ready":
                     _send(writer, json.dumps(self._ready).encode())
                 elif path == "/debug/accounting":
                     _send(writer, json.dumps({"idle": True, "outstanding": 0}).encode())
                 else:
                     self.has_leg.set()
-                    await self._leg(reader, writer, is_stream=length > len(json.dumps(BODY)))
+                    await self._leg(reader, writer, is_stream=json.loads(body).get("stream") is True)
                 await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
@@ -313,3 +314,20 @@ async def test_a_worker_that_goes_and_comes_back_is_followed(site: Site) -> None
     await site.d0.start()
     assert await site.balancer.ready() < 2
     assert (await site.client.post(CHAT, json=BODY)).status_code == 200
+
+
+async def test_the_openai_client_reads_answers_streams_and_errors(site: Site) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{site.balancer.url}/v1", api_key="x", max_retries=0) as client:
+        ask = {"model": "", "messages": BODY["messages"], "max_tokens": 4}
+        assert (await client.chat.completions.create(**ask)).choices[0].finish_reason == "stop"
+        texts = [c.choices[0].delta.content async for c in await client.chat.completions.create(**ask, stream=True)]
+        assert texts == ["a", None]
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(**ask, temperature=9, stream=stream)
+            assert caught.value.code == "invalid_value"
+        site.d0.act = "cut"
+        stream = await client.chat.completions.create(**ask, stream=True)
+        with pytest.raises(openai.APIError):
+            async for _ in stream:
+                pass
