@@ -20,6 +20,7 @@ from longcat_pd.clock import MonotonicClock
 from longcat_pd.config import resolve
 from longcat_pd.config.schema import ClusterConfig, LoadBalancerConfig
 from longcat_pd.decode_worker import __main__ as decode_main
+from longcat_pd.errors import WorkerUnavailable
 from longcat_pd.load_balancer import app as balancer_app
 from longcat_pd.load_balancer import assemble
 from longcat_pd.prefill_worker import __main__ as prefill_main
@@ -135,8 +136,8 @@ async def pools(config: ClusterConfig) -> AsyncIterator[Topology]:
 
 
 @contextlib.asynccontextmanager
-async def standalone(model: Path, *overrides: str) -> AsyncIterator[Topology]:
-    """One engine with one rank process behind its own face."""
+async def standalone(model: Path, *overrides: str, front: LoadBalancerConfig | None = None) -> AsyncIterator[Topology]:
+    """One engine with one rank process behind its own face. ``front``: its limits and keys."""
     port = free_base(20)
     sizes = [
         f"engine.block_size={BLOCK}",
@@ -148,8 +149,7 @@ async def standalone(model: Path, *overrides: str) -> AsyncIterator[Topology]:
     parts = make_parts(spec, "longcat_pd.engine.rank:main", MonotonicClock())
     service = StandaloneService(spec, parts.engine, incarnation=parts.hello.incarnation, clock=parts.clock)
     gate = Gate(4096)
-    front = worker_front(LoadBalancerConfig(), None)
-    app = create_app(service, TextProcessor.load(model), parts.metrics, gate=gate, front=front)
+    app = create_app(service, TextProcessor.load(model), parts.metrics, gate=gate, front=front or LoadBalancerConfig())
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(_serving(app, "127.0.0.1", port, gate))
         stack.push_async_callback(service.close)
@@ -183,6 +183,6 @@ async def _serving(app: Any, host: str, port: int, gate: Gate) -> AsyncIterator[
             yield
         finally:
             gate.drain()
-            gate.cut()
+            gate.cut(WorkerUnavailable("the test ends", code="draining"))
             server.should_exit = True
             await task

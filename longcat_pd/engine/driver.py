@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from longcat_pd.clock import Clock
 from longcat_pd.config.schema import EngineConfig, ParallelConfig
@@ -57,9 +57,9 @@ class Engine:
         """End the loop and the ranks; whatever is open gets WorkerUnavailable (draining)."""
         await self._loop.close()
 
-    async def failed(self) -> None:
-        """Wait until the instance cannot go on; ``health`` tells the reason, and the log."""
-        await self._loop.has_failed.wait()
+    async def failed(self) -> NoReturn:
+        """Wait until the instance cannot go on; raises the reason."""
+        await self._loop.failed()
 
     def health(self) -> accounting.Health:
         """For readiness; never waits."""

@@ -9,6 +9,7 @@ import asyncio
 import copy
 from collections import deque
 from dataclasses import dataclass
+from typing import NoReturn
 
 from longcat_pd.clock import Clock
 from longcat_pd.engine.executor import Executor, Ready
@@ -41,7 +42,7 @@ class StepLoop:
         self.scheduler = scheduler
         self.inboxes: dict[Sequence, Inbox] = {}
         self.reports: dict[str, Reports] = {}
-        self.has_failed = asyncio.Event()
+        self._has_failed = asyncio.Event()
         self.executor = executor
         self._clock = clock
         self._metrics = metrics
@@ -95,11 +96,17 @@ class StepLoop:
         if self.failure is not None:
             return
         self.failure = error
-        self.has_failed.set()
+        self._has_failed.set()
         for inbox in self.inboxes.values():
             inbox.ring()
         for reports in self.reports.values():
             reports.is_complete.set()
+
+    async def failed(self) -> NoReturn:
+        """Wait until nothing goes on any more; raises the reason."""
+        await self._has_failed.wait()
+        assert self.failure is not None
+        raise copy.copy(self.failure)
 
     @property
     def is_running(self) -> bool:

@@ -11,12 +11,13 @@ import contextlib
 import socket
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from longcat_pd import log
 from longcat_pd.config.checks import pools, port_uses
 from longcat_pd.config.resolve import load
 from longcat_pd.config.schema import ClusterConfig
-from longcat_pd.errors import ConfigError
+from longcat_pd.errors import ConfigError, EngineFault
 from longcat_pd.load_balancer.app import create_app
 from longcat_pd.load_balancer.assemble import NAME, build
 from longcat_pd.load_balancer.face import Face
@@ -63,10 +64,11 @@ class _Instance:
         self._watching = asyncio.create_task(self._face.means.pool.watch())
         await self._face.means.pool.has_been_ready.wait()
 
-    async def failed(self) -> None:
+    async def failed(self) -> NoReturn:
         assert self._watching is not None
-        await asyncio.wait({self._watching})  # which never ends by itself
-        self._watching.result()
+        await asyncio.wait({self._watching})  # which ends by itself only through a defect
+        log.logger().error("watch_failed", exc_info=self._watching.exception())
+        raise EngineFault("the watch over the instances failed")
 
     async def close(self) -> None:
         with contextlib.suppress(TimeoutError):  # what is cut closes its own calls first

@@ -6,6 +6,7 @@ Owns the drain state of one face. Does not know what the requests do.
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -62,11 +63,11 @@ class Gate:
             if not self._open:
                 self._is_empty.set()
 
-    def cut(self) -> int:
-        """End all open requests with 503 draining; how many they were."""
+    def cut(self, reason: LongcatError) -> int:
+        """End all open requests, each with an error of its own like ``reason``; how many they were."""
         for cuts in self._open.values():
             for cut in cuts:
-                cut(WorkerUnavailable("the server has ended before the answer was complete", code="draining"))
+                cut(copy.copy(reason))
         return self.num_open
 
     async def empty(self) -> None:

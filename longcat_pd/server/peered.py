@@ -9,13 +9,14 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from longcat_pd.clock import Clock
 from longcat_pd.config.schema import Role
 from longcat_pd.engine.driver import Engine
-from longcat_pd.errors import ConfigError
+from longcat_pd.errors import ConfigError, EngineFault
 from longcat_pd.kv_transfer.control import Link
+from longcat_pd.log import logger
 from longcat_pd.server.parts import Parts
 from longcat_pd.server.service import Service
 
@@ -75,14 +76,16 @@ class PeeredInstance:
             ranks.cancel()
             await asyncio.gather(misfit, ranks, return_exceptions=True)
 
-    async def failed(self) -> None:
-        """Wait until it cannot go on."""
+    async def failed(self) -> NoReturn:
+        """Wait until it cannot go on; raises the reason."""
         assert self._links is not None
         engine = asyncio.ensure_future(self._engine.failed())
         try:
             await asyncio.wait({engine, self._links}, return_when=asyncio.FIRST_COMPLETED)
-            if self._links.done():
-                self._links.result()
+            if engine.done():
+                engine.result()
+            logger().error("links_failed", exc_info=self._links.exception())
+            raise EngineFault("the links to the peers failed")
         finally:
             engine.cancel()
 

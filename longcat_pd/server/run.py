@@ -11,12 +11,12 @@ import socket
 import sys
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import uvicorn
 
 from longcat_pd.clock import Clock
-from longcat_pd.errors import ConfigError, LongcatError
+from longcat_pd.errors import ConfigError, LongcatError, WorkerUnavailable
 from longcat_pd.log import logger
 from longcat_pd.server.gate import Gate
 
@@ -35,8 +35,8 @@ class Instance(Protocol):
         """Until it can serve. Raises ConfigError for what is refused, another LongcatError for a fault."""
         ...
 
-    async def failed(self) -> None:
-        """Wait until it cannot go on."""
+    async def failed(self) -> NoReturn:
+        """Wait until it cannot go on; raises the reason, a LongcatError, which is what open requests end with."""
         ...
 
     async def close(self) -> None:
@@ -129,9 +129,10 @@ class _Life:
         self._signals = signals
         self._drain_timeout_s = drain_timeout_s
         self._clock = clock
+        self._reason: LongcatError = WorkerUnavailable("the server ended before the answer was complete", code="draining")
 
     async def run(self) -> int:
-        """Start, serve, end; the exit status."""
+        """Start, serve, end; the exit status. Whatever happens, the instance is closed."""
         began = self._clock.now()
         try:
             started = await _first(self._instance.start(), self._signals.first.wait())
@@ -141,16 +142,23 @@ class _Life:
         except LongcatError as error:
             logger().error("start_failed", code=error.code, reason=error.message)
             status = STATUS_FAULT
-        self._gate.drain()
-        self._gate.cut()
-        await self._instance.close()
+        finally:
+            self._gate.drain()
+            self._gate.cut(self._reason)
+            await self._instance.close()
         await _first(self._gate.empty(), self._clock.sleep(LAST_BYTES_S))
         return status
+
+    async def _failed(self) -> None:
+        try:
+            await self._instance.failed()
+        except LongcatError as error:
+            self._reason = error
 
     async def _serve(self, began: float) -> int:
         logger().info("ready", seconds=self._clock.now() - began)
         logger().info(READY)
-        ended = await _first(self._instance.failed(), _end_of(self._serving), self._signals.first.wait())
+        ended = await _first(self._failed(), _end_of(self._serving), self._signals.first.wait())
         return await self._drain() if ended == 2 else STATUS_FAULT
 
     async def _drain(self) -> int:
@@ -158,7 +166,7 @@ class _Life:
         began, num_open = self._clock.now(), self._gate.num_open
         logger().info("drain_started", open=num_open)
         ended = await _first(
-            self._instance.failed(),
+            self._failed(),
             self._gate.empty(),
             self._signals.second.wait(),
             self._clock.sleep(self._drain_timeout_s),

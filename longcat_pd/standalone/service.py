@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NoReturn
 
 from longcat_pd.clock import Clock
 from longcat_pd.config.schema import InstanceSpec, Role
@@ -31,8 +31,8 @@ class StandaloneService:
         """Bring the ranks up. Raises ConfigError, RankLost, EngineFault."""
         await self._engine.start()
 
-    async def failed(self) -> None:
-        """Wait until it cannot go on."""
+    async def failed(self) -> NoReturn:
+        """Wait until it cannot go on; raises the reason."""
         await self._engine.failed()
 
     async def close(self) -> None:

@@ -285,7 +285,8 @@ async def test_a_lost_rank_ends_every_request_with_the_cause() -> None:
         assert all(isinstance(task.exception(), RankLost) for task in tasks), "waiting, transferring, computing"
         with pytest.raises(RankLost):
             await r.answer(request([5]))
-        await asyncio.wait_for(r.engine.failed(), 1.0)
+        with pytest.raises(RankLost):
+            await asyncio.wait_for(r.engine.failed(), 1.0)
         health = r.engine.health()
         assert health.is_lost and health.reasons[0]["code"] == "rank_lost"
 

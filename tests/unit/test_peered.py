@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from longcat_pd.errors import ConfigError
+from longcat_pd.errors import ConfigError, EngineFault
 from longcat_pd.server.peered import PeeredInstance
 from tests.manual_clock import settle
 from tests.unit.control_rig import Pair, hello
@@ -77,6 +77,6 @@ async def test_a_link_task_that_breaks_ends_the_instance() -> None:
     instance, starting = await start(pair)
     await starting
     pair.dealer.inbox.put_nowait(None)  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
+    with pytest.raises(EngineFault):
         await asyncio.wait_for(instance.failed(), 5.0)
     await end(pair, instance)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from longcat_pd.errors import WorkerUnavailable
 from longcat_pd.load_balancer.attempt import Attempt, Call
 from tests.balancer_rig import (
     BODY,
@@ -543,7 +544,7 @@ async def test_the_end_of_the_drain_time_cuts_what_is_open() -> None:
     assert (late.status, late.error["code"]) == (503, "draining")
     assert late.headers["retry-after"] == "5"
     assert not streaming.task.done()
-    rig.face.gate.cut()
+    rig.face.gate.cut(WorkerUnavailable("the server ended", code="draining"))
     await settle()
     assert json.loads(streaming.events[-1])["error"]["code"] == "draining"
     assert (waiting.status, waiting.error["code"]) == (503, "draining")
