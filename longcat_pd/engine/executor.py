@@ -248,13 +248,12 @@ class ProcessExecutor:
             frames = await messages.recv()
             try:
                 message = _MESSAGES.decode(frames)
-            except MalformedRecord as error:
-                self._fail(EngineFault(f"a message of a rank is malformed: {error}"))
-                return
-            if not 0 <= message.rank < len(self._ranks):
-                self._fail(EngineFault(f"a message of rank {message.rank}, which does not exist"))
-                return
-            self._heard(message)
+                if not 0 <= message.rank < len(self._ranks):
+                    raise MalformedRecord(f"a message of rank {message.rank}, which does not exist")
+            except MalformedRecord as error:  # anybody can connect here; a step that it belonged to will be overdue
+                logger().warning("malformed_record", reason=str(error))
+            else:
+                self._heard(message)
 
     def _heard(self, message: RankMessage) -> None:
         rank = self._ranks[message.rank]
@@ -294,11 +293,17 @@ class ProcessExecutor:
 
     def _exited(self, rank: int, status: int) -> None:
         self._ranks[rank].status = status
-        self._keep(self._judge_end())
+        if status < 0:  # ended by a signal: there are no last words, and the others only complain of its absence
+            self._judge()
+        else:
+            self._keep(self._judge_end())
 
     async def _judge_end(self) -> None:
-        """Ranks have failed or ended: name the cause. One lost rank makes the others fail in their collectives."""
         await self._clock.sleep(LAST_WORDS_S)
+        self._judge()
+
+    def _judge(self) -> None:
+        """Ranks have failed or ended: name the cause. One lost rank makes the others fail in their collectives."""
         for rank in self._ranks:
             rank.is_lost = rank.is_lost or rank.status is not None
         refused = [r for r in self._ranks if r.status == STATUS_CONFIG and r.fault is not None]

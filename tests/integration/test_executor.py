@@ -267,12 +267,14 @@ async def test_a_step_behind_a_slow_one_has_its_own_time() -> None:
     "frames",
     [[b"StepOutput", b"\xc1"], [b"nonsense"], Rank.MESSAGES.encode(TransferClosed(transfer_id="t", rank=9, ok=True))],
 )
-async def test_a_message_that_is_none_is_a_fault(frames: list[bytes]) -> None:
-    async with rig() as r:
+async def test_a_message_of_a_stranger_is_passed_over(frames: list[bytes]) -> None:
+    async with rig(1) as r:
         await r.start()
         r.ranks[0].messages.send(frames)
-        await r.until(lambda: bool(r.failures))
-        assert isinstance(r.failures[0], EngineFault)
+        step = r.executor.submit(StepPlan(step_id=1, phase="decode"))
+        r.ranks[0].answer(1)
+        await asyncio.wait_for(step, 5.0)
+        assert r.failures == []
 
 
 async def test_an_answer_to_a_step_that_is_not_open_is_a_fault() -> None:
