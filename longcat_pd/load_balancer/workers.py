@@ -136,3 +136,5 @@ def _translated() -> Iterator[None]:
         raise WorkerRefused("connection to a worker refused") from error
     except httpx.TransportError as error:
         raise WorkerCut("connection to a worker was cut") from error
+    except httpx.DecodingError as error:
+        raise BadWorkerAnswer("an answer of a worker is not in the encoding that it names") from error
