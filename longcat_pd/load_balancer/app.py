@@ -14,10 +14,10 @@ from longcat_pd.errors import InvalidRequest, NotFound
 from longcat_pd.load_balancer.face import Face
 from longcat_pd.load_balancer.generation import Generation, forward
 from longcat_pd.metrics import CONTENT_TYPE
+from longcat_pd.server.admin import named_instance
 from longcat_pd.server.envelope import dress
 from longcat_pd.server.errors import json_response
-from longcat_pd.server.intake import KeyRing, read_bytes
-from longcat_pd.server.openai import CHAT_ROUTE, COMPLETIONS_ROUTE, decode_body
+from longcat_pd.server.openai import CHAT_ROUTE, COMPLETIONS_ROUTE
 from longcat_pd.server.sse import while_connected
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -29,7 +29,7 @@ def create_app(face: Face) -> FastAPI:
     gets: dict[str, Endpoint] = {**_open_routes(face), **_client_gets(face)}
     posts: dict[str, Endpoint] = _client_posts(face)
     if face.keys.admin is not None:
-        posts |= _admin_routes(face, face.keys.admin)
+        posts |= _admin_routes(face)
     for method, routes in (("GET", gets), ("POST", posts)):
         for path, endpoint in routes.items():
             app.add_route(path, endpoint, methods=[method])  # GET answers HEAD as well
@@ -100,9 +100,7 @@ def _client_posts(face: Face) -> dict[str, Endpoint]:
 
     async def through_prefill(request: Request) -> Response:
         face.check_client(request)
-        body = await read_bytes(request, face.config.max_body_bytes)
-        decode_body(body)
-        return await while_connected(request.receive, forward(face, request, body))
+        return await forward(face, request)
 
     async def flush_cache(request: Request) -> Response:
         face.check_client(request)
@@ -117,16 +115,15 @@ def _client_posts(face: Face) -> dict[str, Endpoint]:
     }
 
 
-def _admin_routes(face: Face, keys: KeyRing) -> dict[str, Endpoint]:
+def _admin_routes(face: Face) -> dict[str, Endpoint]:
     async def switch(request: Request, *, draining: bool) -> Response:
-        keys.check(request)
-        body = decode_body(await read_bytes(request, face.config.max_body_bytes) or b"{}")
-        name = body.get("instance")
+        face.check_admin(request)
+        name = await named_instance(request)
         if name is None:
             face.gate.is_draining = draining
             num_open = face.gate.num_open
         else:
-            instance = face.means.pool.drain(name, out=draining) if isinstance(name, str) else None
+            instance = face.means.pool.drain(name, out=draining)
             if instance is None:
                 known = ", ".join(face.means.pool.instances)
                 raise InvalidRequest(f"instance = {name!r} is not one of {known}", param="instance")

@@ -67,6 +67,11 @@ class Face:
         if self.keys.client is not None:
             self.keys.client.check(request)
 
+    def check_admin(self, request: HTTPConnection) -> None:
+        """Raise AuthenticationFailed unless the request may use the admin routes, which there are only with such keys."""
+        assert self.keys.admin is not None
+        self.keys.admin.check(request)
+
 
 def first_key(path: str) -> str:
     """The key that the balancer shows to workers, which read the same file. Raises ConfigError."""

@@ -16,16 +16,20 @@ from longcat_pd.load_balancer.replies import error_reply, is_json
 from longcat_pd.server.errors import ClientGone, Receive, Scope, Send
 from longcat_pd.server.intake import read_bytes, time_limit_of
 from longcat_pd.server.openai import decode_body, read_body
+from longcat_pd.server.sse import while_connected
 
 
-async def forward(face: Face, request: Request, body: bytes) -> Response:
+async def forward(face: Face, request: Request) -> Response:
     """A route that a prefill instance answers whole."""
-    instance = face.means.pool.a_prefill()
-    headers = {"content-type": "application/json", "x-request-id": request.scope["state"]["request_id"]}
     limit_s = time_limit_of(request, face.config.request_timeout_s)
+    body = await read_bytes(request, face.config.max_body_bytes)
+    decode_body(body)
+    instance = face.means.pool.a_prefill()
+    request_id = request.scope["state"]["request_id"]
+    headers = {**_trace_of(request), "content-type": "application/json", "x-request-id": request_id}
     fetch = face.means.workers.fetch(instance.target.url + request.url.path, body=body, headers=headers)
     try:
-        reply = await face.means.clock.within(limit_s, fetch)
+        reply = await while_connected(request.receive, face.means.clock.within(limit_s, fetch))
     except TimeoutError:
         raise DeadlineExceeded("the time of the request is over") from None
     if reply.status != 200:
@@ -60,7 +64,7 @@ class Generation(Response):
                 request_id=scope["state"]["request_id"],
                 deadline=arrived + limit_s,
                 is_stream=checked.stream,
-                trace={name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers},
+                trace=_trace_of(request),
             )
             progress = await face.proxy.serve(call, _AsgiClient(send), gone=_gone(receive), cuts=cuts)
         if progress.cut_by == "client":
@@ -87,6 +91,11 @@ class _AsgiClient:
     async def finish(self, data: bytes = b"") -> None:
         """Send the last part of the body."""
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+def _trace_of(request: Request) -> dict[str, str]:
+    """The client's headers that travel on to the workers, beside the request id."""
+    return {name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers}
 
 
 async def _gone(receive: Receive) -> None:

@@ -66,7 +66,7 @@ class Overview:
             "incarnation": self._served.incarnation,
             "config_digest": self._served.config_digest,
             "ranks": {key: sum(_count(r, key) for r in ranks) for key in ("total", "ok")},
-            "peers": {i.name: "up" if i.is_in else "down" for i in instances},
+            "peers": {i.name: _link_to(i) for i in instances},
             "reasons": reasons,
             "instances": {i.name: {"ready": i.is_ready, "reasons": list(i.reasons)} for i in instances},
         }
@@ -74,7 +74,7 @@ class Overview:
     def models(self) -> dict[str, Any]:
         """The one entry of ``/v1/models``. Raises WorkerUnavailable until the cluster was ready once."""
         if not self._means.pool.has_been_ready.is_set():
-            raise WorkerUnavailable("the cluster has not been ready yet", code="starting")
+            raise WorkerUnavailable("this server is starting", code="starting")
         return {
             "id": self._served.name,
             "object": "model",
@@ -145,6 +145,12 @@ class Overview:
             return reply.json_object() if reply.status == 200 else None
         except (LongcatError, TimeoutError):
             return None
+
+
+def _link_to(instance: Instance) -> str:
+    if instance.is_in:
+        return "up"
+    return "mismatch" if instance.out_reason == "mismatch" else "down"
 
 
 def _count(values: Mapping[str, Any], key: str) -> int:

@@ -234,11 +234,8 @@ class Pool:
         if avoid is not None:
             pairs = _without(pairs, avoid)
         if not pairs:
-            code = "worker_unavailable" if self.has_been_ready.is_set() else "starting"
             detail = "; ".join(f"{reason['code']}: {reason['detail']}" for reason in self.reasons())
-            raise WorkerUnavailable(
-                f"no usable pair of instances ({detail or 'no other than the one that failed'})", code=code
-            )
+            raise self._unavailable(f"no usable pair of instances ({detail or 'no other than the one that failed'})")
         best = min(pairs, key=lambda pair: (pair.prefill.load, pair.decode.load))
         self._turns += 1
         for instance in (best.prefill, best.decode):
@@ -249,9 +246,7 @@ class Pool:
         """The least loaded ready prefill instance. Raises WorkerUnavailable."""
         ready = self.ready("prefill")
         if not ready:
-            raise WorkerUnavailable(
-                "no prefill instance is ready", code="worker_unavailable" if self.has_been_ready.is_set() else "starting"
-            )
+            raise self._unavailable("no prefill instance is ready")
         return min(ready, key=lambda instance: instance.load)
 
     def ready(self, role: LegRole) -> list[Instance]:

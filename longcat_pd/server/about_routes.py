@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from fastapi import Request, Response
 
 from longcat_pd import log
-from longcat_pd.errors import NotFound
+from longcat_pd.errors import InvalidRequest, NotFound
 from longcat_pd.metrics import CONTENT_TYPE, Metrics
 from longcat_pd.server.about import About
+from longcat_pd.server.admin import named_instance
 from longcat_pd.server.errors import json_response
 from longcat_pd.server.gate import Gate
 from longcat_pd.server.sampling_defaults import SamplingDefaults
@@ -42,7 +43,7 @@ def about_table(service: Service, gate: Gate, defaults: SamplingDefaults, metric
     if service.role == "standalone":
         gets |= _model_routes(about)
         posts |= {"/flush_cache": _flush_cache}
-    return RouteTable(open_gets=opens, gets=gets, posts=posts, admin_posts=_admin_routes(gate))
+    return RouteTable(open_gets=opens, gets=gets, posts=posts, admin_posts=_admin_routes(service.name, gate))
 
 
 def _open_routes(about: About, metrics: Metrics) -> Routes:
@@ -91,13 +92,20 @@ async def _flush_cache(_: Request) -> Response:
     return json_response({"success": True})
 
 
-def _admin_routes(gate: Gate) -> Routes:
-    async def drain(_: Request) -> Response:
+def _admin_routes(name: str, gate: Gate) -> Routes:
+    async def check(request: Request) -> None:
+        wanted = await named_instance(request)
+        if wanted not in (None, name):
+            raise InvalidRequest(f"instance = {wanted!r} is not {name}", param="instance")
+
+    async def drain(request: Request) -> Response:
+        await check(request)
         gate.drain()
         log.logger().info("drain_started", open=gate.num_open)
         return json_response({"draining": True, "open": gate.num_open}, status=202)
 
-    async def undrain(_: Request) -> Response:
+    async def undrain(request: Request) -> Response:
+        await check(request)
         gate.undrain()
         return json_response({"draining": False, "open": gate.num_open}, status=202)
 

@@ -7,10 +7,11 @@ from typing import Any
 
 from fastapi import Request, Response
 
+from longcat_pd.config.schema import LoadBalancerConfig
 from longcat_pd.server.about_routes import Endpoint, Routes
 from longcat_pd.server.errors import json_response
 from longcat_pd.server.fields import Fields, as_integer
-from longcat_pd.server.intake import read_bytes
+from longcat_pd.server.intake import read_bytes, time_limit_of
 from longcat_pd.server.openai import decode_body, read_chat
 from longcat_pd.server.requests import Encoded
 from longcat_pd.server.service import Service
@@ -48,12 +49,14 @@ class Tokenization:
         return {"text": text, "prompt": text}
 
 
-def text_routes(tokenization: Tokenization, max_body_bytes: int) -> Routes:
+def text_routes(tokenization: Tokenization, front: LoadBalancerConfig) -> Routes:
     """The two as POST routes."""
 
     def answered_by(answer: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> Endpoint:
         async def endpoint(request: Request) -> Response:
-            return json_response(await answer(decode_body(await read_bytes(request, max_body_bytes))))
+            time_limit_of(request, front.request_timeout_s)  # refuses a malformed one; the work itself is short
+            body = await read_bytes(request, front.max_body_bytes)
+            return json_response(await answer(decode_body(body)))
 
         return endpoint
 

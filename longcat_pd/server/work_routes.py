@@ -29,7 +29,7 @@ def work_table(
     }
     posts: Routes = dict.fromkeys((CHAT_ROUTE, COMPLETIONS_ROUTE), endpoints[service.role])
     if service.role != "decode":
-        posts |= text_routes(Tokenization(service, text, face.encoded), front.max_body_bytes)
+        posts |= text_routes(Tokenization(service, text, face.encoded), front)
     if service.role != "standalone":
         return RouteTable(posts=posts)
     # the probe's own face is outside of gate and metrics

@@ -259,6 +259,10 @@ async def test_draining_by_the_operator(folder, tmp_path):
     service = FakeService(folder, plays([EOS]))
     async with client_of(service, **options) as client:
         assert (await client.post("/admin/drain", headers=client_key)).status_code == 401
+        for wrong in ({"instance": "d7"}, {"instance": 7}, []):
+            assert (await client.post("/admin/drain", headers=admin, json=wrong)).status_code == 400, wrong
+        assert (await client.get("/ready")).status_code == 200
+        assert (await client.post("/admin/drain", headers=admin, json={"instance": "s0"})).status_code == 202
         for _ in range(2):
             answer = await client.post("/admin/drain", headers=admin, json={})
             assert (answer.status_code, answer.json()) == (202, {"draining": True, "open": 0})

@@ -333,10 +333,12 @@ async def test_tokenize_goes_through_a_ready_prefill_instance() -> None:
         return Reply(200, told, {"content-type": "application/json"})
 
     rig.cluster.routes["p1", "/tokenize"] = tokenize
-    answer = await rig.post({"prompt": "你好"}, path="/tokenize", **{"X-Request-Id": "t-1"}).end()
+    given = {"X-Request-Id": "t-1", "traceparent": "00-1-2-01", "X-Longcat-Peer": "d0", "Authorization": "Bearer c"}
+    answer = await rig.post({"prompt": "你好"}, path="/tokenize", **given).end()
     assert (answer.status, answer.body, answer.headers["content-type"]) == (200, told, "application/json")
     assert json.loads(seen[0].body) == {"prompt": "你好"}
     assert (seen[0].headers["x-request-id"], seen[0].headers["authorization"]) == ("t-1", "Bearer k")
+    assert seen[0].headers["traceparent"] == "00-1-2-01" and "x-longcat-peer" not in seen[0].headers
     rig.cluster.routes["p1", "/detokenize"] = error(400, "invalid_value", "client", kind="invalid_request_error")
     answer = await rig.post({"tokens": [9]}, path="/detokenize").end()
     assert (answer.status, answer.error["code"]) == (400, "invalid_value")
