@@ -147,7 +147,7 @@ async def standalone(model: Path, *overrides: str, front: LoadBalancerConfig | N
     ]
     spec = resolve.standalone(str(model), [*sizes, *overrides], host="127.0.0.1", port=port)
     parts = make_parts(spec, "longcat_pd.engine.rank:main", MonotonicClock())
-    service = StandaloneService(spec, parts.engine, incarnation=parts.hello.incarnation, clock=parts.clock)
+    service = StandaloneService(spec, parts.engine, hello=parts.hello, clock=parts.clock)
     gate = Gate(4096)
     app = create_app(service, TextProcessor.load(model), parts.metrics, gate=gate, front=front or LoadBalancerConfig())
     async with contextlib.AsyncExitStack() as stack:

@@ -19,7 +19,7 @@ from longcat_pd.kv_cache.layout import BlockSplit
 from longcat_pd.kv_transfer.messages import Arrival, Grant, Hello
 from longcat_pd.kv_transfer.offers import IncomingTransfer, Offers
 from longcat_pd.metrics import TransferMetrics
-from longcat_pd.server.service import Readiness
+from longcat_pd.server.service import Readiness, decode_state
 from longcat_pd.wire import pack, unpack
 
 
@@ -82,17 +82,7 @@ class DecodeService:
 
     def readiness(self) -> Readiness:
         """From what is known already."""
-        health = self._engine.health()
-        return Readiness(
-            busy=health.busy,
-            incarnation=self._hello.incarnation,
-            config_digest=self._spec.config_digest,
-            ranks_total=health.ranks_total,
-            ranks_ok=health.ranks_ok,
-            peers=dict(self._offers.states()),
-            reasons=health.reasons,
-            is_lost=health.is_lost,
-        )
+        return Readiness.of(self._engine.health(), self._spec, self._hello.incarnation, peers=self._offers.states())
 
     async def accounting(self) -> dict[str, Any]:
         """Fresh figures of all ranks."""
@@ -101,16 +91,14 @@ class DecodeService:
 
     def info(self) -> dict[str, Any]:
         """Layout and state for /server_info."""
-        parallel, engine = self._spec.parallel, self._spec.engine
-        capacity = (engine.num_blocks - 1) * engine.block_size * parallel.kvp_size
-        state = {
-            "dp_size": parallel.dp_size,
-            "attn_dp_size": 1,
-            "effective_max_running_requests_per_dp": engine.max_num_seqs // parallel.dp_size,
-            "memory_usage": {"token_capacity": capacity},
-        }
+        parallel = self._spec.parallel
         layout = {"dp_size": parallel.dp_size, "kvp_size": parallel.kvp_size}
-        return {"parallel": layout, "internal_states": [state]}
+        return {"parallel": layout, "internal_states": [decode_state(self._spec)]}
+
+    def computed_by(self, peer: str | None) -> tuple[Hello, ...]:
+        """The prefill instance and this one."""
+        theirs = (link.theirs for link in self._offers.links() if link.name == peer)
+        return (*(hello for hello in theirs if hello is not None), self._hello)
 
     def now(self) -> float:
         """The clock of deadlines."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 
 from longcat_pd.config.model import ModelConfig
@@ -12,6 +13,8 @@ from longcat_pd.wire import WIRE_VERSION
 LANE_PORT_OFFSET = 5  # from http_port: where a decode instance serves its lanes
 CONTROL_PORT_OFFSET = 1
 
+_LAYOUT = ("pp_size", "cp_size", "dp_size", "kvp_size", "layers_per_stage", "block_size", "cache_entries", "device")
+_ANSWER_DEPENDS_ON = ("role", "code_version", "model_digest", "tokenizer_digest", *_LAYOUT)
 _EQUAL = ("wire_version", "model_digest", "tokenizer_digest", "block_size", "cache_entries", "digest_mode")
 
 
@@ -54,6 +57,7 @@ def make_hello(spec: InstanceSpec, model: ModelConfig, identity: Identity) -> He
         dp_size=parallel.dp_size,
         kvp_size=parallel.kvp_size,
         layers_per_stage=parallel.layers_per_stage,
+        device=spec.device,
         lane_host=spec.host,
         lane_port=spec.http_port + LANE_PORT_OFFSET,
     )
@@ -68,6 +72,15 @@ def cache_entries(model: ModelConfig, dtype: str) -> tuple[tuple[str, int, str],
         if model.indexer is not None and attention % model.indexer.cli_factor == 0:
             entries.append((f"index.{attention}", model.indexer.index_head_dim, dtype))
     return tuple(entries)
+
+
+def fingerprint(*instances: Hello) -> str:
+    """Eight hex digits: equal where the same request has the same answer, whoever of a pool takes part in it.
+
+    Of code, model, tokenizer, cache layout, device and layout of every instance that computes a part of the answer.
+    """
+    seen = [[str(getattr(hello, name)) for name in _ANSWER_DEPENDS_ON] for hello in instances]
+    return f"{zlib.crc32(repr(seen).encode()):08x}"
 
 
 def mismatches(prefill: Hello, decode: Hello) -> tuple[Mismatch, ...]:

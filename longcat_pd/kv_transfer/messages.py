@@ -33,6 +33,7 @@ class Hello:
     dp_size: int
     kvp_size: int
     layers_per_stage: tuple[int, ...]
+    device: str
     lane_host: str = ""
     lane_port: int = 0
 

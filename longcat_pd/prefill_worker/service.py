@@ -72,17 +72,7 @@ class PrefillService:
 
     def readiness(self) -> Readiness:
         """From what is known already."""
-        health = self._engine.health()
-        return Readiness(
-            busy=health.busy,
-            incarnation=self._hello.incarnation,
-            config_digest=self._spec.config_digest,
-            ranks_total=health.ranks_total,
-            ranks_ok=health.ranks_ok,
-            peers=dict(self._offering.states()),
-            reasons=health.reasons,
-            is_lost=health.is_lost,
-        )
+        return Readiness.of(self._engine.health(), self._spec, self._hello.incarnation, peers=self._offering.states())
 
     async def accounting(self) -> dict[str, Any]:
         """Fresh figures of all ranks."""
@@ -93,6 +83,10 @@ class PrefillService:
         """Layout and state for /server_info."""
         parallel = self._spec.parallel
         return {"parallel": {"pp_size": parallel.pp_size, "cp_size": parallel.cp_size}, "internal_states": [{}]}
+
+    def computed_by(self, peer: str | None) -> tuple[Hello, ...]:
+        """This one; of an answer, it computes a part only."""
+        return (self._hello,)
 
     def now(self) -> float:
         """The clock of deadlines."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from longcat_pd.kv_transfer.hello import fingerprint
+from longcat_pd.kv_transfer.messages import Hello
 from longcat_pd.server.choice import CountedToken, Piece
 from longcat_pd.server.openai import Body, ChatBody
 
@@ -86,17 +88,17 @@ class AnswerForm:
     Args:
         body: what was asked.
         request_id: the answer's id is made of it.
-        fingerprint: ``system_fingerprint``.
+        computed_by: the instances that compute it, whom ``system_fingerprint`` is made of.
         show: a token's text and bytes.
     """
 
-    def __init__(self, body: Body, request_id: str, *, fingerprint: str, show: ShowToken) -> None:
+    def __init__(self, body: Body, request_id: str, *, computed_by: Sequence[Hello], show: ShowToken) -> None:
         self._body = body
         self._is_chat = isinstance(body, ChatBody)
         self._show = show
         self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{request_id}"
         self._created = int(time.time())
-        self._fingerprint = fingerprint
+        self._fingerprint = f"fp_{fingerprint(*computed_by)}"
         self._prompt_token_ids: Sequence[int] = ()
         self._has_begun = False
         self.usage = Usage()

@@ -1,17 +1,13 @@
 """Generation without HTTP: a body in, an answer or the chunks of a stream out.
 
-``await Face(service, text).answer_values(route, values)`` is all that offline use needs. Owns the way of one body through
-checking, prompt and answer; closing a generator or cancelling a call of it closes what it has open in the service.
-Knows no headers.
+Owns the way of one body through checking, prompt and answer; closing a generator or cancelling a call of it closes what
+it has open in the service. Knows no headers. Offline use needs nothing else: ``read``, then ``answer``.
 """
 
 from __future__ import annotations
 
-import secrets
-import zlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from importlib import metadata
 from typing import Any
 
 from longcat_pd.metrics import RequestMetrics
@@ -69,10 +65,6 @@ class Face:
         """Check a body. Raises InvalidRequest or NotFound."""
         return read_body(route, values, self._service.model.served_name)
 
-    async def answer_values(self, route: str, values: dict[str, Any]) -> dict[str, Any]:
-        """The whole answer to a body, as for a client that does not stream. Raises LongcatError."""
-        return await self.answer(self.read(route, values), self.call(secrets.token_hex(16), OFFLINE_LIMIT_S))
-
     async def answer(self, body: Body, call: Call) -> dict[str, Any]:
         """The whole answer. Raises LongcatError."""
         form = self._form(body, call)
@@ -103,6 +95,6 @@ class Face:
         return self._adopted if self._service.role == "decode" else self.encoded
 
     def _form(self, body: Body, call: Call) -> AnswerForm:
-        seen = f"{metadata.version('longcat-pd')} {self._service.readiness().config_digest}"
-        fingerprint = f"fp_{zlib.crc32(seen.encode()):08x}"
-        return AnswerForm(body, call.request_id, fingerprint=fingerprint, show=self._text.token_text)
+        peer = None if call.transfer is None else call.transfer.peer
+        computed_by = self._service.computed_by(peer)
+        return AnswerForm(body, call.request_id, computed_by=computed_by, show=self._text.token_text)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from longcat_pd.config.schema import EngineConfig, ModelSection, Role
+from longcat_pd.config.schema import EngineConfig, InstanceSpec, ModelSection, Role
+from longcat_pd.engine.accounting import Health
 from longcat_pd.engine.request import Delta, Request, SamplingParams, TransferRef
+from longcat_pd.kv_transfer.messages import Hello
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +25,36 @@ class Readiness:
     reasons: tuple[dict[str, Any], ...] = ()
     is_lost: bool = False  # /health is 503: the process cannot recover and is about to exit
 
+    @classmethod
+    def of(cls, health: Health, spec: InstanceSpec, incarnation: str, *, peers: Mapping[str, str]) -> Readiness:
+        """Of an instance whose engine is in this state."""
+        return cls(
+            busy=health.busy,
+            incarnation=incarnation,
+            config_digest=spec.config_digest,
+            ranks_total=health.ranks_total,
+            ranks_ok=health.ranks_ok,
+            peers=dict(peers),
+            reasons=health.reasons,
+            is_lost=health.is_lost,
+        )
+
     @property
     def is_starting(self) -> bool:
         """Whether the instance has not loaded yet what it serves."""
         return any(reason["code"] == "starting" for reason in self.reasons)
+
+
+def decode_state(spec: InstanceSpec) -> dict[str, Any]:
+    """The entry of ``internal_states`` of an instance that decodes, as benchmarks read it."""
+    engine, parallel = spec.engine, spec.parallel
+    return {
+        "avg_spec_accept_length": None,  # nothing is drafted
+        "dp_size": parallel.dp_size,
+        "attn_dp_size": 1,
+        "effective_max_running_requests_per_dp": engine.max_num_seqs // parallel.dp_size,
+        "memory_usage": {"token_capacity": (engine.num_blocks - 1) * engine.block_size * parallel.kvp_size},
+    }
 
 
 class Service(Protocol):
@@ -58,6 +86,10 @@ class Service(Protocol):
 
     def info(self) -> dict[str, Any]:
         """``parallel`` and ``internal_states`` of ``/server_info``."""
+        ...
+
+    def computed_by(self, peer: str | None) -> tuple[Hello, ...]:
+        """Who computes an answer that belongs to a hand-over from ``peer`` (None: to none), as they say of themselves."""
         ...
 
     def now(self) -> float:

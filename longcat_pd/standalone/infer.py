@@ -17,8 +17,9 @@ from longcat_pd import log
 from longcat_pd.config import resolve
 from longcat_pd.config.schema import InstanceSpec
 from longcat_pd.errors import ConfigError, LongcatError
-from longcat_pd.server.face import OFFLINE_LIMIT_S
+from longcat_pd.server.face import OFFLINE_LIMIT_S, Face
 from longcat_pd.server.run import STATUS_FAULT, STATUS_OK, refuse
+from longcat_pd.server.text import TextProcessor
 from longcat_pd.standalone.batch import answer_in_order
 from longcat_pd.standalone.offline import offline
 
@@ -68,7 +69,8 @@ def _lines(path: str) -> list[bytes]:
 
 
 async def _infer(spec: InstanceSpec, lines: Sequence[bytes], out: TextIO) -> int:
-    face, service = offline(spec)
+    service = offline(spec)
+    face = Face(service, TextProcessor.load(spec.model.path))
     await service.start()
     try:
         await answer_in_order(face, lines, out, width=2 * spec.engine.max_num_seqs)

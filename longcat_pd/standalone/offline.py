@@ -12,23 +12,20 @@ from longcat_pd.engine.driver import Engine
 from longcat_pd.engine.executor import rank_specs
 from longcat_pd.engine.inline import InlineExecutor
 from longcat_pd.metrics import Metrics
-from longcat_pd.server.face import Face
-from longcat_pd.server.text import TextProcessor
+from longcat_pd.server.identity import own_hello
 from longcat_pd.standalone.service import StandaloneService
 
-_INCARNATION = "offline"
 
-
-def offline(spec: InstanceSpec) -> tuple[Face, StandaloneService]:
-    """The face, and the service behind it that is not started. Loads the weights. Raises ConfigError."""
-    clock = MonotonicClock()
+def offline(spec: InstanceSpec) -> StandaloneService:
+    """The service that a face is given; it is not started. Loads the weights. Raises ConfigError."""
+    clock, model = MonotonicClock(), ModelConfig.load(spec.model.path)
+    hello = own_hello(spec, model)
     engine = Engine(
         spec.engine,
         spec.parallel,
-        executor=InlineExecutor(rank_specs(spec, _INCARNATION)[0]),
-        eos_token_ids=frozenset(ModelConfig.load(spec.model.path).eos_token_id),
+        executor=InlineExecutor(rank_specs(spec, hello.incarnation)[0]),
+        eos_token_ids=frozenset(model.eos_token_id),
         clock=clock,
         metrics=Metrics(role=spec.role, instance=spec.name),
     )
-    service = StandaloneService(spec, engine, incarnation=_INCARNATION, clock=clock)
-    return Face(service, TextProcessor.load(spec.model.path)), service
+    return StandaloneService(spec, engine, hello=hello, clock=clock)

@@ -20,6 +20,6 @@ async def serve(spec: InstanceSpec, front: LoadBalancerConfig, listener: socket.
     """Serve until a signal or a fault; the exit status. Raises ConfigError."""
     clock, gate = MonotonicClock(), Gate(front.max_inflight)
     parts = make_parts(spec, RANK_ENTRY, clock)
-    service = StandaloneService(spec, parts.engine, incarnation=parts.hello.incarnation, clock=clock)
+    service = StandaloneService(spec, parts.engine, hello=parts.hello, clock=clock)
     app = create_app(service, TextProcessor.load(spec.model.path), parts.metrics, gate=gate, front=front)
     return await serve_app(app, listener, service, gate=gate, drain_timeout_s=spec.engine.drain_timeout_s, clock=clock)

@@ -11,20 +11,21 @@ from longcat_pd.config.schema import InstanceSpec, Role
 from longcat_pd.engine.driver import Engine
 from longcat_pd.engine.request import Delta, Request, SamplingParams, TransferRef
 from longcat_pd.errors import WorkerUnavailable
-from longcat_pd.server.service import Readiness
+from longcat_pd.kv_transfer.messages import Hello
+from longcat_pd.server.service import Readiness, decode_state
 
 
 class StandaloneService:
     """``Service`` of an engine without peers, and the ``Instance`` that a process starts and ends."""
 
-    def __init__(self, spec: InstanceSpec, engine: Engine, *, incarnation: str, clock: Clock) -> None:
+    def __init__(self, spec: InstanceSpec, engine: Engine, *, hello: Hello, clock: Clock) -> None:
         self.name = spec.name
         self.role: Role = spec.role
         self.model = spec.model
         self.engine_config = spec.engine
         self._spec = spec
         self._engine = engine
-        self._incarnation = incarnation
+        self._hello = hello
         self._clock = clock
 
     async def start(self) -> None:
@@ -54,34 +55,22 @@ class StandaloneService:
 
     def readiness(self) -> Readiness:
         """From what is known already."""
-        health = self._engine.health()
-        return Readiness(
-            busy=health.busy,
-            incarnation=self._incarnation,
-            config_digest=self._spec.config_digest,
-            ranks_total=health.ranks_total,
-            ranks_ok=health.ranks_ok,
-            reasons=health.reasons,
-            is_lost=health.is_lost,
-        )
+        return Readiness.of(self._engine.health(), self._spec, self._hello.incarnation, peers={})
 
     async def accounting(self) -> dict[str, Any]:
         """Fresh figures of all ranks."""
         account = await self._engine.accounting()
-        return {"role": self.role, "instance": self.name, "incarnation": self._incarnation, **account}
+        return {"role": self.role, "instance": self.name, "incarnation": self._hello.incarnation, **account}
 
     def info(self) -> dict[str, Any]:
         """Layout and state for /server_info."""
-        parallel, engine = self._spec.parallel, self._spec.engine
-        state = {
-            "avg_spec_accept_length": None,  # nothing is drafted
-            "dp_size": parallel.dp_size,
-            "attn_dp_size": 1,
-            "effective_max_running_requests_per_dp": engine.max_num_seqs // parallel.dp_size,
-            "memory_usage": {"token_capacity": (engine.num_blocks - 1) * engine.block_size * parallel.kvp_size},
-        }
+        parallel = self._spec.parallel
         layout = {"dp_size": parallel.dp_size, "kvp_size": parallel.kvp_size, "attn_tp_size": parallel.attn_tp_size}
-        return {"parallel": layout, "internal_states": [state]}
+        return {"parallel": layout, "internal_states": [decode_state(self._spec)]}
+
+    def computed_by(self, peer: str | None) -> tuple[Hello, ...]:
+        """This one alone."""
+        return (self._hello,)
 
     def now(self) -> float:
         """The clock of deadlines."""

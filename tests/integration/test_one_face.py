@@ -184,6 +184,17 @@ class Both(NamedTuple):
         return found
 
 
+async def _fingerprint(client: httpx.AsyncClient) -> str:
+    """It is the same for every answer of one layout, and another for another."""
+    auth = {"Authorization": f"Bearer {CLIENT}".encode()}
+    found = {
+        (await client.post(asked.path, content=asked.content, headers=auth)).json()["system_fingerprint"]
+        for asked in (ids(), chat())
+    }
+    assert len(found) == 1
+    return str(found.pop())
+
+
 def _bytes(answer: httpx.Response) -> bytes:
     content = answer.content
     for pattern, replacement in ITS_OWN:
@@ -226,6 +237,7 @@ async def test_what_a_route_answers_is_the_same_at_both(tmp_path: Path) -> None:
             for wrong in WRONG_KEYS:
                 assert (await both.compare(asked, key=wrong)).json()["error"]["code"] == "invalid_api_key"
             assert (await both.compare(asked, key=ADMIN)).status_code == 401
+        assert len({await _fingerprint(client) for client in both}) == 2
         for name in ("/health", "/health_generate"):
             assert (await both.compare(Asked("GET", name), key="")).status_code == 200
         statuses = [(await both.compare(asked, key=ADMIN if "admin" in asked.path else CLIENT)).status_code

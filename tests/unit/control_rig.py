@@ -28,7 +28,7 @@ def hello(name: str, role: Role, **changes: Any) -> Hello:
         "name": name, "role": role, "incarnation": f"{name}-life", "wire_version": 1, "code_version": "0.1.0",
         "model_digest": "m", "tokenizer_digest": "t", "block_size": 4, "cache_entries": (("latent.0", 8, "float32"),),
         "digest_mode": "off", "max_model_len": 64, "pp_size": 1, "cp_size": 1, "dp_size": 1, "kvp_size": 1,
-        "layers_per_stage": (1,), "lane_host": "h", "lane_port": 7,
+        "layers_per_stage": (1,), "device": "cpu", "lane_host": "h", "lane_port": 7,
     }  # fmt: skip
     return Hello(**(values | changes))
 

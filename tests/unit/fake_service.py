@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from longcat_pd import log
 from longcat_pd.config.schema import EngineConfig, LoadBalancerConfig, ModelSection
 from longcat_pd.engine.request import Delta, FinishReason, Request, SamplingParams, TokenOutput, TransferRef
+from longcat_pd.kv_transfer.messages import Hello
 from longcat_pd.metrics import Metrics
 from longcat_pd.server.app import create_app
 from longcat_pd.server.gate import Gate
@@ -23,6 +24,7 @@ from longcat_pd.server.service import Readiness
 from longcat_pd.server.text import TextProcessor
 from longcat_pd.tiny.configs import make_config
 from longcat_pd.tiny.tokenizer import text_files
+from tests.unit.control_rig import hello
 
 EOS = 2
 VOCAB = 1024
@@ -142,6 +144,9 @@ class FakeService:
 
     def info(self) -> dict[str, Any]:
         return {"parallel": {"pp_size": 1}, "internal_states": [{"avg_spec_accept_length": None}]}
+
+    def computed_by(self, peer: str | None) -> tuple[Hello, ...]:
+        return tuple(hello(name, self.role) for name in (peer, self.name) if name is not None)
 
     def now(self) -> float:
         return asyncio.get_running_loop().time() if self.time is None else self.time

@@ -9,8 +9,9 @@ import torch
 
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.kv_cache.spec import CacheSpec
-from longcat_pd.kv_transfer.hello import cache_entries
+from longcat_pd.kv_transfer.hello import cache_entries, fingerprint
 from longcat_pd.tiny.configs import VARIANTS, make_config
+from tests.unit.control_rig import hello
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -25,3 +26,29 @@ def test_an_indexer_that_is_shared_owns_fewer_entries() -> None:
     assert model.indexer is not None
     other = replace(model, indexer=None)
     assert len(cache_entries(model, "float32")) > len(cache_entries(other, "float32")) == 4 * model.num_layers
+
+
+@pytest.mark.parametrize(
+    ("at", "changes"),
+    [
+        *((at, {"code_version": "0.2.0"}) for at in (0, 1)),
+        *((at, {"device": "npu"}) for at in (0, 1)),
+        (0, {"pp_size": 2}),
+        (0, {"layers_per_stage": (1, 2)}),
+        (1, {"kvp_size": 2}),
+        (1, {"model_digest": "other"}),
+        (1, {"cache_entries": (("latent.0", 8, "bfloat16"),)}),
+    ],
+)
+def test_a_fingerprint_tells_code_model_device_and_the_layouts_of_both_sides(at: int, changes: dict[str, object]) -> None:
+    pair = [hello("p0", "prefill"), hello("d0", "decode")]
+    before = fingerprint(*pair)
+    pair[at] = replace(pair[at], **changes)
+    assert fingerprint(*pair) != before
+    assert len({fingerprint(pair[0]), fingerprint(pair[1]), fingerprint(*pair)}) == 3
+
+
+def test_a_fingerprint_is_that_of_the_pool_and_not_of_a_process() -> None:
+    pair = fingerprint(hello("p0", "prefill"), hello("d0", "decode"))
+    other = fingerprint(hello("p1", "prefill", lane_host="x", lane_port=8), hello("d7", "decode", incarnation="again"))
+    assert pair == other
