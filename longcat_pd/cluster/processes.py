@@ -108,6 +108,7 @@ def kill_sessions(processes: Sequence[Process], *, grace_s: float = 0.0) -> list
             send(member, signal.SIGKILL)
         killed += [member.pid for member in members if member.pid not in killed]
         wait_for_end(members, timeout_s=5.0, all_of_them=True)
+    wait_for_end(processes, timeout_s=5.0, all_of_them=True)
     return killed
 
 
@@ -124,13 +125,17 @@ def _members(processes: Sequence[Process]) -> Iterator[Process]:
 
 
 def _descriptor(process: Process, stack: contextlib.ExitStack) -> int | None:
-    """A descriptor of the process, closed by ``stack``; None if it has ended."""
+    """A descriptor of the process, closed by ``stack``; None if it is gone.
+
+    One that has ended and was not yet reaped has a descriptor: it tells whether all of its threads have ended too.
+    """
     try:
         fd = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return None
     stack.callback(os.close, fd)
-    return fd if process.is_alive else None
+    found = _look(process.pid)
+    return fd if found is not None and found.started == process.started else None
 
 
 def _look(pid: int) -> _Look | None:
