@@ -302,6 +302,7 @@ def _log_leg(failed: LegFailed, progress: Progress) -> None:
         target=failed.instance.name,
         cause=failed.failure.cause,
         code=failed.failure.code,
+        reason=failed.failure.reason,
         attempt=progress.attempt,
         transfer=progress.transfer_id,
     )

@@ -36,6 +36,7 @@ class Failure:
     error: LongcatError | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
+    reason: str = ""  # for the log
 
 
 def failure_of(error: LongcatError) -> Failure:
@@ -47,6 +48,7 @@ def failure_of(error: LongcatError) -> Failure:
         retryable=error.retryable,
         counts=error.cause == "self",
         error=error,
+        reason=error.message,
     )
 
 
@@ -87,6 +89,7 @@ def _error_object(value: Mapping[str, Any], *, status: int | None, body: bytes) 
         retryable=kind is not None and code in kind.retryable_codes,
         counts=cause == "self" and code != "deadline_exceeded",  # the request's time, not the instance's health
         body=body,
+        reason=inner["message"],
     )
 
 

@@ -135,6 +135,6 @@ def _translated() -> Iterator[None]:
     except httpx.ConnectError as error:
         raise WorkerRefused("connection to a worker refused") from error
     except httpx.TransportError as error:
-        raise WorkerCut("connection to a worker was cut") from error
+        raise WorkerCut(f"connection to a worker was cut ({type(error).__name__})") from error
     except httpx.DecodingError as error:
         raise BadWorkerAnswer("an answer of a worker is not in the encoding that it names") from error
