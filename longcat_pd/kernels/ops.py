@@ -48,7 +48,7 @@ class Swiglu(Protocol):
 
 
 class LinearMap(Protocol):
-    """``x W^T``: [T, in] and ``weight`` [out, in] -> [T, out] in the type of ``x``, added in fp32."""
+    """``x W``: [T, in] and ``weight`` [in, out] -> [T, out] in the type of ``x``, added in fp32."""
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
@@ -151,7 +151,7 @@ class RouteTopk(Protocol):
 class GroupedExperts(Protocol):
     """``sum_k weights[t, k] * expert(x[t])`` over the chosen experts below E; higher ids contribute nothing.
 
-    ``x`` [T, hidden], ``expert_ids`` and ``weights`` [T, topk], ``gate_up`` [E, 2 f, hidden], ``down`` [E, hidden, f]
+    ``x`` [T, hidden], ``expert_ids`` and ``weights`` [T, topk], ``gate_up`` [E, hidden, 2 f], ``down`` [E, f, hidden]
     -> [T, hidden] fp32.
     """
 

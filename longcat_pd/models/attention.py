@@ -96,7 +96,7 @@ class _HeadMaps(nn.Module):
         self._all_heads = config.num_attention_heads
         num_heads = heads.stop - heads.start
         self.key = empty_parameter(context, num_heads, config.qk_nope_head_dim, config.kv_lora_rank)
-        self.value = empty_parameter(context, num_heads, config.v_head_dim, config.kv_lora_rank)
+        self.value = empty_parameter(context, num_heads, config.kv_lora_rank, config.v_head_dim)
 
     def absorb(self, nope: Tensor) -> Tensor:
         """Queries [T, h, nope] as queries for latents [T, h, C]."""
@@ -104,16 +104,16 @@ class _HeadMaps(nn.Module):
 
     def values(self, latents: Tensor) -> Tensor:
         """Weighted latents [T, h, C] as values of all heads side by side, [T, h * v]."""
-        return self._map(latents, self.value.transpose(1, 2)).flatten(1)
+        return self._map(latents, self.value).flatten(1)
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """``kv_b_proj``, the rows of own heads."""
-        rows_each, width = self.key.shape[1] + self.value.shape[1], self.key.shape[2]
+        rows_each, width = self.key.shape[1] + self.value.shape[2], self.key.shape[2]
 
         def store(rows: Tensor) -> None:
             by_head = rows.view(-1, rows_each, width)
             copy_into(self.key)(by_head[:, : self.key.shape[1]])
-            copy_into(self.value)(by_head[:, self.key.shape[1] :])
+            copy_into(self.value)(by_head[:, self.key.shape[1] :].transpose(1, 2))
 
         region = (slice(self._heads.start * rows_each, self._heads.stop * rows_each), slice(0, width))
         yield WeightSpec(f"{self._name}.weight", (self._all_heads * rows_each, width), store, region)

@@ -53,7 +53,7 @@ class Piece:
 
 class Linear(nn.Module):
     """``x W^T`` with W the stacked rows of one or more checkpoint tensors: whole (replicated) or this rank's rows (column
-    parallel). The results stand side by side in the order of the pieces.
+    parallel). The results stand side by side in the order of the pieces. Stored as [in, out] (see ``ops.LinearMap``).
     """
 
     def __init__(self, context: ModelContext, in_features: int, *pieces: Piece, dtype: torch.dtype | None = None) -> None:
@@ -62,7 +62,7 @@ class Linear(nn.Module):
         self._pieces = pieces
         self._in_features = in_features
         self.widths = [piece.own_rows.stop - piece.own_rows.start for piece in pieces]
-        self.weight = empty_parameter(context, sum(self.widths), in_features, dtype=dtype)
+        self.weight = empty_parameter(context, in_features, sum(self.widths), dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, sum of the pieces' own rows]."""
@@ -70,11 +70,11 @@ class Linear(nn.Module):
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """One spec a piece."""
-        for piece, target in zip(self._pieces, torch.split(self.weight, self.widths), strict=True):
+        for piece, target in zip(self._pieces, torch.split(self.weight, self.widths, 1), strict=True):
             yield WeightSpec(
                 f"{piece.name}.weight",
                 (piece.num_rows, self._in_features),
-                copy_into(target),
+                copy_into(target.t()),
                 (piece.own_rows, slice(0, self._in_features)) if piece.own else (),
             )
 
@@ -89,7 +89,7 @@ class RowLinear(nn.Module):
         self._shape = shape
         self._group = group
         self._own = share_of(shape[1], group)
-        self.weight = empty_parameter(context, shape[0], self._own.stop - self._own.start)
+        self.weight = empty_parameter(context, self._own.stop - self._own.start, shape[0])
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, own in] -> [T, out]."""
@@ -98,7 +98,7 @@ class RowLinear(nn.Module):
     def weight_specs(self) -> Iterator[WeightSpec]:
         """The columns of this rank."""
         region = (slice(0, self._shape[0]), self._own) if self._group.size > 1 else ()
-        yield WeightSpec(f"{self._name}.weight", self._shape, copy_into(self.weight), region)
+        yield WeightSpec(f"{self._name}.weight", self._shape, copy_into(self.weight.t()), region)
 
 
 class RmsNorm(nn.Module):

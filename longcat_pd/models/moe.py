@@ -56,8 +56,8 @@ class MixtureOfExperts(nn.Module):
         self._name = name
         width, hidden, count = config.expert_ffn_hidden_size, config.hidden_size, config.n_routed_experts
         self.router = Router(context, f"{name}.router")
-        self.gate_up = empty_parameter(context, count, 2 * width, hidden)
-        self.down = empty_parameter(context, count, hidden, width)
+        self.gate_up = empty_parameter(context, count, hidden, 2 * width)
+        self.down = empty_parameter(context, count, width, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
@@ -77,7 +77,7 @@ class MixtureOfExperts(nn.Module):
         width, hidden = self._config.expert_ffn_hidden_size, self._config.hidden_size
         for expert in range(self._config.n_routed_experts):
             name = f"{self._name}.experts.{expert}"
-            gate, up = torch.split(self.gate_up[expert], width)
+            gate, up = torch.split(self.gate_up[expert].t(), width)
             yield WeightSpec(f"{name}.gate_proj.weight", (width, hidden), copy_into(gate))
             yield WeightSpec(f"{name}.up_proj.weight", (width, hidden), copy_into(up))
-            yield WeightSpec(f"{name}.down_proj.weight", (hidden, width), copy_into(self.down[expert]))
+            yield WeightSpec(f"{name}.down_proj.weight", (hidden, width), copy_into(self.down[expert].t()))

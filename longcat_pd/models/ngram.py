@@ -35,7 +35,7 @@ class NgramEmbedding(nn.Module):
         self._starts = (0, *accumulate(tables.table_sizes))
         self.word = VocabEmbedding(context)
         self.rows = empty_parameter(context, self._starts[-1], self._width)
-        self.projection = empty_parameter(context, config.hidden_size, tables.num_tables * self._width)
+        self.projection = empty_parameter(context, tables.num_tables * self._width, config.hidden_size)
 
         def constant(values: object) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=context.device)
@@ -56,13 +56,13 @@ class NgramEmbedding(nn.Module):
     def weight_specs(self) -> Iterator[WeightSpec]:
         """Word table, n-gram tables and projections, spelled as the checkpoint's family does."""
         yield from self.word.weight_specs()
-        hidden, width = self.projection.shape[0], self._width
+        hidden, width = self.projection.shape[1], self._width
         for b, rows in enumerate(self._tables.table_sizes):
             if self._tables.tensor_family == "oe_embed":
                 table, projection = f"model.oe_embed_tokens{b}", f"model.oe_embed_proj{b}"
             else:
                 table, projection = f"model.ngram_embeddings.embedders.{b}", f"model.ngram_embeddings.post_projs.{b}"
             own_rows = self.rows[self._starts[b] : self._starts[b + 1]]
-            own_columns = self.projection[:, b * width : (b + 1) * width]
+            own_columns = self.projection[b * width : (b + 1) * width].t()
             yield WeightSpec(f"{table}.weight", (rows, width), copy_into(own_rows))
             yield WeightSpec(f"{projection}.weight", (hidden, width), copy_into(own_columns))

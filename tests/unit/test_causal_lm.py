@@ -70,9 +70,9 @@ def test_heads_are_split_and_all_else_is_whole(size: int) -> None:
     shares = [parameters((FakeAxis("attn_tp", size, rank),)) for rank in range(size)]
     for name, value in whole.items():
         parts = [share[name] for share in shares]
-        if name.endswith(("q_up.weight", "kv_up.key", "kv_up.value")):
+        if name.endswith(("o_proj.weight", "kv_up.key", "kv_up.value")):
             assert torch.equal(torch.cat(parts), value), name
-        elif name.endswith("o_proj.weight"):
+        elif name.endswith("q_up.weight"):
             assert torch.equal(torch.cat(parts, 1), value), name
         else:
             assert all(torch.equal(part, value) for part in parts), name

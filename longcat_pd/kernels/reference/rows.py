@@ -1,9 +1,10 @@
 """Products whose rows do not depend on their neighbours: a row gives the same bits alone, in a batch and in any chunk.
 
-Matrix libraries choose how to add by the number of rows, and below 16 rows the choice varies (measured with MKL and oneDNN,
-fp32 and bf16). So rows come in multiples of 16 here. Long sums are cut according to their length, so sums over keys are cut
-here, always in the same places. More columns, more products in a batch, and zeros at the end of a sum that is short enough
-were measured not to matter.
+Matrix libraries choose how to add by the shape. Measured with MKL and oneDNN, fp32 and bf16: where the second factor is
+transposed, or the product one of a batch, the choice varies below 16 rows, so rows come in multiples of 16. Where it is one
+plain matrix, [in, out] as weights are stored, only a single row is added in another way, so that one is never alone; and
+sums over more than 512 may be cut according to the rows, so they are cut here. Sums over keys are cut too, always in the
+same places. More columns, more products in a batch, and zeros at the end of a sum that is short enough do not matter.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 ROW_TILE = 16
 KEY_TILE = 256
+SUM_TILE = 512
 
 
 def in_tiles(x: Tensor) -> Tensor:
@@ -24,7 +26,23 @@ def in_tiles(x: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """See ``ops.LinearMap``."""
-    return functional.linear(in_tiles(x), weight)[: x.shape[0]]
+    return product(never_alone(x), weight)[: x.shape[0]]
+
+
+def never_alone(x: Tensor) -> Tensor:
+    """``x`` [rows, width], a single row twice."""
+    return torch.cat((x, x)) if x.shape[0] == 1 else x
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight`` for several rows (or none): [rows, in] and [in, out]."""
+    if x.shape[1] <= SUM_TILE or x.dtype != torch.float32:  # 16-bit products add everything in fp32, in one order
+        return x @ weight
+    total = x[:, :SUM_TILE] @ weight[:SUM_TILE]
+    for start in range(SUM_TILE, x.shape[1], SUM_TILE):
+        part = slice(start, start + SUM_TILE)
+        total = total + x[:, part] @ weight[part]
+    return total
 
 
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:
