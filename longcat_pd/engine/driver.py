@@ -140,7 +140,7 @@ class Engine:
             num_sent += len(tokens)
             if seq.finish and num_sent == len(seq.outputs):
                 seq.stamp(Event.FINISHED, self._clock.now())
-                yield Delta(tokens, seq.finish, seq.matched_stop_token, seq.timings_ms())
+                yield Delta(tokens, seq.finish, seq.matched_stop_token)
             else:
                 yield Delta(tokens)
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 from longcat_pd.errors import InvalidRequest
+
+Hop = Literal["queued", "offered", "prefilling", "transferring", "decoding"]
 
 
 class FinishReason(str, Enum):
@@ -58,6 +61,58 @@ class TransferRef:
     peer: str
 
 
+class Event(str, Enum):
+    """Life events of a request, in the order of time. The one source of every latency figure."""
+
+    ARRIVED = "arrived"
+    OFFERED = "offered"
+    GRANTED = "granted"
+    PREFILL_STARTED = "prefill_started"
+    PREFILL_ENDED = "prefill_ended"
+    COMMITTED = "committed"
+    FIRST_TOKEN = "first_token"
+    FINISHED = "finished"
+
+
+class Life:
+    """The life events of one request at one instance. Written by the engine; whoever tells of the request reads it."""
+
+    def __init__(self) -> None:
+        self._at: dict[Event, float] = {}
+
+    def stamp(self, event: Event, now: float) -> None:
+        """Note an event once."""
+        self._at.setdefault(event, now)
+
+    def timings_ms(self) -> dict[str, float]:
+        """Durations between the events that have happened; "transfer" ends with the acknowledgement."""
+        spans = (
+            ("queue", Event.ARRIVED, Event.GRANTED),
+            ("queue", Event.ARRIVED, Event.PREFILL_STARTED),
+            ("prefill", Event.PREFILL_STARTED, Event.PREFILL_ENDED),
+            ("transfer", Event.GRANTED, Event.COMMITTED),
+            ("transfer", Event.PREFILL_ENDED, Event.COMMITTED),
+            ("first_token", Event.ARRIVED, Event.FIRST_TOKEN),
+            ("decode", Event.FIRST_TOKEN, Event.FINISHED),
+            ("total", Event.ARRIVED, Event.FINISHED),
+        )  # of two with one name the later counts, where its events are known
+        known = self._at
+        return {name: 1000.0 * (known[b] - known[a]) for name, a, b in spans if a in known and b in known}
+
+    @property
+    def hop(self) -> Hop:
+        """How far the request has come. A grant is the beginning of the transfer where the cache goes, not where it comes
+        from: there the prompt waits for its first plan."""
+        marks: tuple[tuple[Event, Hop], ...] = (
+            (Event.FIRST_TOKEN, "decoding"),
+            (Event.PREFILL_ENDED, "transferring"),
+            (Event.PREFILL_STARTED, "prefilling"),
+            (Event.OFFERED, "offered"),
+            (Event.GRANTED, "transferring"),
+        )
+        return next((hop for event, hop in marks if event in self._at), "queued")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """One choice of one client request. Prompt not empty; prompt + max_tokens <= max_model_len (the face checks)."""
@@ -67,6 +122,7 @@ class Request:
     sampling: SamplingParams
     deadline: float  # on the instance's clock
     transfer: TransferRef | None = None
+    life: Life = field(default_factory=Life, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +139,8 @@ class Delta:
     """A piece of an answer: tokens in order; ``finish`` is on the last piece and only there.
 
     ``matched_stop_token`` is the member of ``stop_token_ids`` that ended the answer (None for EOS and length).
-    ``timings_ms`` is on the last piece: queue, prefill, transfer, ... as far as this instance knows them.
     """
 
     tokens: tuple[TokenOutput, ...]
     finish: FinishReason | None = None
     matched_stop_token: int | None = None
-    timings_ms: dict[str, float] = field(default_factory=dict)
-
-
-class Event(str, Enum):
-    """Life events of a request, in the order of time. The one source of every latency figure."""
-
-    ARRIVED = "arrived"
-    OFFERED = "offered"
-    GRANTED = "granted"
-    PREFILL_STARTED = "prefill_started"
-    PREFILL_ENDED = "prefill_ended"
-    COMMITTED = "committed"
-    FIRST_TOKEN = "first_token"
-    FINISHED = "finished"

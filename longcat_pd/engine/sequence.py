@@ -49,7 +49,6 @@ class Sequence:
     push: Push | None = None
     arrival: Arrival | None = None
     is_announced: bool = False
-    events: dict[Event, float] = field(default_factory=dict)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -83,7 +82,7 @@ class Sequence:
 
     def stamp(self, event: Event, now: float) -> None:
         """Note a life event once."""
-        self.events.setdefault(event, now)
+        self.request.life.stamp(event, now)
 
     def take(self, token: TokenOutput, eos_token_ids: frozenset[int]) -> None:
         """Append one generated token and see whether the answer ends with it. A stop wins over the length."""
@@ -96,18 +95,3 @@ class Sequence:
             self.finish = FinishReason.STOP
         elif len(self.outputs) >= sampling.max_tokens:
             self.finish = FinishReason.LENGTH
-
-    def timings_ms(self) -> dict[str, float]:
-        """Durations between the life events that have happened; "transfer" ends with the acknowledgement."""
-        spans = (
-            ("queue", Event.ARRIVED, Event.GRANTED),
-            ("queue", Event.ARRIVED, Event.PREFILL_STARTED),
-            ("prefill", Event.PREFILL_STARTED, Event.PREFILL_ENDED),
-            ("transfer", Event.GRANTED, Event.COMMITTED),
-            ("transfer", Event.PREFILL_ENDED, Event.COMMITTED),
-            ("first_token", Event.ARRIVED, Event.FIRST_TOKEN),
-            ("decode", Event.FIRST_TOKEN, Event.FINISHED),
-            ("total", Event.ARRIVED, Event.FINISHED),
-        )  # of two with one name the later counts, where its events are known
-        known = self.events
-        return {name: 1000.0 * (known[b] - known[a]) for name, a, b in spans if a in known and b in known}

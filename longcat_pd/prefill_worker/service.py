@@ -60,11 +60,11 @@ class PrefillService:
                 self._engine.stamp(seq, Event.GRANTED)
                 first = await transfer.during(self._prefill(seq, transfer))
                 early = self._sent_early(transfer.id)
-                transfer.commit(_commit(transfer.id, first, seq.timings_ms()))
+                transfer.commit(_commit(transfer.id, first, request.life.timings_ms()))
                 await transfer.during(self._sent(transfer, early))
                 await transfer.acknowledged()
                 self._engine.stamp(seq, Event.COMMITTED)
-            yield Delta((), timings_ms=seq.timings_ms())
+            yield Delta(())
 
     async def adopt(self, transfer: TransferRef, deadline: float, sampling: SamplingParams) -> Request:
         """Not of this role."""

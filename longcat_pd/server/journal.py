@@ -9,23 +9,49 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, get_args
 
 from longcat_pd import log
+from longcat_pd.engine.request import Hop, Life, Request
 from longcat_pd.errors import LongcatError
 from longcat_pd.metrics import RequestMetrics
 from longcat_pd.server.requests import Call
 
+_HOPS: tuple[Hop, ...] = get_args(Hop)
+_CUT_BY = {"deadline_exceeded": "deadline", "draining": "drain"}
+_SPANS = ("queue", "prefill", "transfer")
+
 
 @dataclass(kw_only=True)
 class Record:
-    """One request as it goes; written by the face."""
+    """One body as it goes; written by the face. ``left_at``: when its requests began to be closed."""
 
     started: float
     num_prompt: int = 0
     num_output: int = 0
     finish: str = "engine_fault"
     first_token: float | None = None
-    timings_ms: dict[str, float] = field(default_factory=dict)
+    left_at: float | None = None
+    lives: list[Life] = field(default_factory=list)
+
+    def begin(self, request: Request) -> None:
+        """The request of a choice is made."""
+        self.num_prompt = len(request.prompt_token_ids)
+        self.lives.append(request.life)
+
+    @property
+    def hop(self) -> Hop:
+        """Of the choice that has come furthest."""
+        return max((life.hop for life in self.lives), key=_HOPS.index, default="queued")
+
+    @property
+    def timings_ms(self) -> dict[str, float]:
+        """Of each span the longest among the choices."""
+        timings: dict[str, float] = {}
+        for life in self.lives:
+            for name, value in life.timings_ms().items():
+                timings[name] = max(value, timings.get(name, 0.0))
+        return timings
 
 
 class Journal:
@@ -44,17 +70,27 @@ class Journal:
 
     @contextmanager
     def request(self, call: Call) -> Iterator[Record]:
-        """The life of one request, whatever its end."""
-        record = Record(started=self._now())
+        """The life of one request, whatever its end. Of an exception that is not ours the answer's maker writes the line."""
+        record, outcome = Record(started=self._now()), "engine_fault"
         try:
             yield record
+            outcome = record.finish
+            self._finished(record, call)
         except LongcatError as error:
-            self._failed(record, error)
+            outcome = error.code
+            self._failed(record, call, error)
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            self._cancelled(record)
+            outcome = "cancelled"
+            self._cancelled(record, call)
             raise
-        self._finished(record, call)
+        finally:
+            if self._metrics is not None:
+                self._metrics.requests_total(outcome).inc()
+
+    def leaving(self, record: Record) -> None:
+        """The end of the request is known; what it holds is given back from now on."""
+        record.left_at = self._now()
 
     def token(self, record: Record) -> None:
         """The request has got tokens."""
@@ -63,24 +99,21 @@ class Journal:
             record.first_token = self.last_token
 
     def _finished(self, record: Record, call: Call) -> None:
-        spans = {f"{name}_ms": round(value, 3) for name, value in record.timings_ms.items()}
+        timings = record.timings_ms
         seconds = self._now() - record.started
         first = None if record.first_token is None else record.first_token - record.started
         self._log.info(
             "request_finished",
-            transfer=None if call.transfer is None else call.transfer.id,
-            peer=None if call.transfer is None else call.transfer.peer,
-            attempt=call.attempt,
+            **_which(call),
             prompt=record.num_prompt,
             output=record.num_output,
             finish=record.finish,
             ttft_ms=None if first is None else round(1000 * first, 3),
             tpot_ms=None if first is None else round(1000 * _per_token(record, seconds - first), 3),
-            **spans,
+            **{f"{name}_ms": round(timings[name], 3) for name in _SPANS if name in timings},
         )
         if self._metrics is None:
             return
-        self._count(record.finish)
         self._metrics.prompt_tokens_total.inc(record.num_prompt)
         self._metrics.output_tokens_total.inc(record.num_output)
         self._metrics.request_seconds.observe(seconds)
@@ -94,33 +127,37 @@ class Journal:
             "transfer": self._metrics.transfer_seconds,
         }
         for name, histogram in histograms.items():
-            if name in record.timings_ms:
-                histogram.observe(record.timings_ms[name] / 1000)
+            if name in timings:
+                histogram.observe(timings[name] / 1000)
 
-    def _failed(self, record: Record, error: LongcatError) -> None:
-        self._count(error.code)
-        if self._metrics is not None and error.code in ("deadline_exceeded", "draining"):
-            self._metrics.cancels_total("deadline" if error.code == "deadline_exceeded" else "drain").inc()
+    def _failed(self, record: Record, call: Call, error: LongcatError) -> None:
+        cancelled_by = "peer" if error.cause == "peer" else _CUT_BY.get(error.code)
+        if self._metrics is not None and cancelled_by is not None:
+            self._metrics.cancels_total(cancelled_by).inc()
         write = self._log.error if error.status >= 500 and error.cause == "self" else self._log.warning
         write(
             "request_failed",
+            **_which(call),
             status=error.status,
             code=error.code,
             cause=error.cause,
+            hop=record.hop,
             reason=error.message if error.status >= 500 else None,  # a client's error quotes the client
             ms=round(1000 * (self._now() - record.started), 3),
         )
 
-    def _cancelled(self, record: Record) -> None:
-        self._count("cancelled")
+    def _cancelled(self, record: Record, call: Call) -> None:
         if self._metrics is not None:
             self._metrics.cancels_total("client").inc()
-        hop = "waiting" if record.first_token is None else "decoding"
-        self._log.info("request_cancelled", by="client", hop=hop)
+        took = None if record.left_at is None else round(1000 * (self._now() - record.left_at), 3)
+        self._log.info("request_cancelled", **_which(call), by="client", hop=record.hop, ms_to_free=took)
 
-    def _count(self, outcome: str) -> None:
-        if self._metrics is not None:
-            self._metrics.requests_total(outcome).inc()
+
+def _which(call: Call) -> dict[str, Any]:
+    """The hand-over that the request belongs to."""
+    if call.transfer is None:
+        return {}
+    return {"transfer": call.transfer.id, "peer": call.transfer.peer, "attempt": call.attempt}
 
 
 def _per_token(record: Record, seconds: float) -> float:

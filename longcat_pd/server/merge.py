@@ -7,7 +7,7 @@ the same task. Closing the merged generator cancels them and waits until they ha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 async def merged(
-    sources: Sequence[AsyncGenerator[T, None]], *, time_left_s: float, cuts: list[Cut]
+    sources: Sequence[AsyncGenerator[T, None]], *, time_left_s: float, cuts: list[Cut], on_leaving: Callable[[], None]
 ) -> AsyncGenerator[T, None]:
     """The items of all sources as they come.
 
@@ -26,6 +26,7 @@ async def merged(
         sources: one that raises ends all of them with its exception.
         time_left_s: DeadlineExceeded afterwards.
         cuts: gets a function by which another part of the process ends the whole with an error.
+        on_leaving: told of the end, whatever it is, before what is still open is closed.
     """
     queue: asyncio.Queue[T | asyncio.Task[None] | LongcatError] = asyncio.Queue()
 
@@ -52,6 +53,7 @@ async def merged(
             else:
                 yield item
     finally:
+        on_leaving()
         timer.cancel()
         for task in tasks:
             task.cancel()

@@ -60,11 +60,11 @@ class Running:
         num_tokens: dict[int, int] = {}
         with self._gate.enter() as cuts, self._journal.request(call) as record:
             request_of = await prompts.open(body, call)
-            sources = [self._choice(body, request_of, choice, record) for choice in range(body.n)]
-            async with aclosing(self._merged(sources, call, cuts)) as items:
+            sources = [self._choice(body, request_of, choice) for choice in range(body.n)]
+            async with aclosing(self._merged(sources, call, cuts=cuts, record=record)) as items:
                 async for item in items:
                     if isinstance(item, Request):
-                        record.num_prompt = len(item.prompt_token_ids)
+                        record.begin(item)
                         begin(item.prompt_token_ids)
                         continue
                     self._journal.token(record)
@@ -78,21 +78,20 @@ class Running:
         with self._gate.enter() as cuts, self._journal.request(call) as record:
             request_of = await prompts.open(body, call)
             sources = [self._hand_over(request_of, choice) for choice in range(body.n)]
-            async with aclosing(self._merged(sources, call, cuts)) as items:
+            async with aclosing(self._merged(sources, call, cuts=cuts, record=record)) as items:
                 async for item in items:
                     if isinstance(item, Request):
-                        record.num_prompt = len(item.prompt_token_ids)
-                    else:
-                        record.timings_ms = item.timings_ms
+                        record.begin(item)
             record.finish = "stop"
         return record
 
-    def _merged(self, sources: list[AsyncGenerator[T, None]], call: Call, cuts: list[Cut]) -> AsyncGenerator[T, None]:
-        return merged(sources, time_left_s=call.deadline - self._service.now(), cuts=cuts)
+    def _merged(
+        self, sources: list[AsyncGenerator[T, None]], call: Call, *, cuts: list[Cut], record: Record
+    ) -> AsyncGenerator[T, None]:
+        left = call.deadline - self._service.now()
+        return merged(sources, time_left_s=left, cuts=cuts, on_leaving=lambda: self._journal.leaving(record))
 
-    async def _choice(
-        self, body: Body, request_of: RequestOf, index: int, record: Record
-    ) -> AsyncGenerator[Request | Piece, None]:
+    async def _choice(self, body: Body, request_of: RequestOf, index: int) -> AsyncGenerator[Request | Piece, None]:
         request = await request_of(index)
         yield request
         choice = self._reader_of(body, request.prompt_token_ids, index)
@@ -100,7 +99,6 @@ class Running:
         async with aclosing(self._service.generate(request)) as deltas:
             async for delta in deltas:
                 pieces = choice.push(delta)
-                record.timings_ms = delta.timings_ms or record.timings_ms
                 if choice.is_finished:
                     break  # also in mid-generation: closing the generator frees what it holds, before the client is told
                 for piece in pieces:

@@ -87,7 +87,7 @@ def deltas_of(ids: Sequence[int], sampling: SamplingParams, *, group: int = 1) -
             finish = FinishReason.STOP
             break
     parts = [tuple(taken[i : i + group]) for i in range(0, len(taken), group)]
-    last = Delta(parts[-1], finish, matched, {"queue": 1.0, "prefill": 2.0, "transfer": 3.0})
+    last = Delta(parts[-1], finish, matched)
     return [*(Delta(part) for part in parts[:-1]), last]
 
 

@@ -50,13 +50,17 @@ async def test_many_at_once_answer_as_if_alone() -> None:
 
 async def test_timings_come_from_the_life_events() -> None:
     async with rig(auto=False) as r:
-        task = asyncio.create_task(r.answer(request([5], 2)))
+        asked = request([5], 2)
+        task = asyncio.create_task(r.answer(asked))
+        assert asked.life.hop == "queued"
         await r.clock.advance(0.5)
+        assert asked.life.hop == "prefilling"
         r.pencil.step()
         await r.clock.advance(0.25)
+        assert asked.life.hop == "decoding"
         r.pencil.step()
-        deltas = await task
-        assert deltas[-1].timings_ms == {
+        await task
+        assert asked.life.timings_ms() == {
             "queue": 0.0, "prefill": 500.0, "first_token": 500.0, "decode": 250.0, "total": 750.0,
         }  # fmt: skip
 

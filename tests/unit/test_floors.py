@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.syntax import parsed
+
 PACKAGE = Path(__file__).parents[2] / "longcat_pd"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -91,7 +93,7 @@ MODULES = {module_of(file) for file in FILES}
 
 def imports(file: Path) -> Iterator[str]:
     """Every module that a file imports, at any depth; of a `from` import the module that is really meant."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -159,7 +161,7 @@ def test_imports_stand_at_the_top() -> None:
     """But for the device libraries, whose backend is imported when it is chosen."""
     wrong = []
     for file in FILES:
-        for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for function in ast.walk(parsed(file)):
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 inner = [node for node in ast.walk(function) if isinstance(node, ast.Import | ast.ImportFrom)]
                 wrong += [f"{place(file)}:{node.lineno}" for node in inner if not is_at(file, ("kernels/__init__.py",))]

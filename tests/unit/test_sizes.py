@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.syntax import parsed
 from tests.unit.test_floors import FILES, imports, place
 
 FILE_LINES, FUNCTION_LINES, PARAMETERS, ATTRIBUTES, METHODS, OWN_IMPORTS = 400, 50, 7, 15, 12, 10
@@ -20,7 +21,7 @@ def too_large(file: Path) -> Iterator[str]:
     ours = {module for module in imports(file) if module.startswith("longcat_pd.")}
     if len(ours) > OWN_IMPORTS:
         yield f"imports {len(ours)} of our own modules"
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield from (f"{node.lineno}: {node.name} {complaint}" for complaint in of_function(node))
         elif isinstance(node, ast.ClassDef):
