@@ -165,3 +165,8 @@ class RankSpec:
     output_endpoint: str
     rendezvous_host: str
     rendezvous_port: int
+
+    @property
+    def identity(self) -> bytes:
+        """Under which the driver's sockets know this rank. Another life of it is a stranger to them."""
+        return f"{self.incarnation}.{self.rank}".encode()

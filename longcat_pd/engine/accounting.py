@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from longcat_pd.clock import Clock
-from longcat_pd.engine.executor import RankState
 from longcat_pd.engine.loop import StepLoop
 from longcat_pd.engine.plan import RankAccounts
 from longcat_pd.engine.room import RankFigures
+from longcat_pd.engine.roster import RankState
 from longcat_pd.errors import LongcatError
 from longcat_pd.log import logger
 from longcat_pd.metrics import EngineMetrics

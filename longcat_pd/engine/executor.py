@@ -9,29 +9,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
-from longcat_pd.clock import HEARTBEAT_S, RANK_SILENT_S, Clock
+from longcat_pd.clock import HEARTBEAT_S, Clock
 from longcat_pd.config.schema import EngineConfig, InstanceSpec, RankSpec
 from longcat_pd.engine.plan import (
     Heartbeat,
     PlanMessage,
-    RankAccounts,
     RankMessage,
     RankReady,
     StepOutput,
     StepPlan,
     Stop,
 )
+from longcat_pd.engine.roster import RankEntry, RankState, Roster
 from longcat_pd.errors import ConfigError, EngineFault, LongcatError, RankLost
 from longcat_pd.kv_transfer.messages import TransferClosed
 from longcat_pd.log import logger
 from longcat_pd.wire import AsyncSocket, Codec, MalformedRecord, Unsendable
 
+CALL_LIMIT_S = 15.0  # until every rank process has called; before those that have give up to meet the others (mesh.py)
 START_LIMIT_S = 1800.0  # loading the largest checkpoint from a slow disk
 STOP_GRACE_S = 5.0
 FAULT_GRACE_S = 1.0  # ranks that are left after a fault, or have not come up, are not listening; time for their stacks
-STATUS_CONFIG = 2  # of a rank process that refuses its configuration or checkpoint
 LAST_WORDS_S = 0.2  # between the end of a rank process and the judgement: its fault may still be on the wire
 
 _PLANS = Codec[PlanMessage](StepPlan, Stop)
@@ -40,17 +40,6 @@ _MESSAGES = Codec[RankMessage](RankReady, Heartbeat, StepOutput, TransferClosed)
 Ready = tuple[RankReady, ...]
 OnClosed = Callable[[TransferClosed], None]
 OnFailure = Callable[[LongcatError], None]
-
-
-@dataclass(frozen=True, slots=True)
-class RankState:
-    """What is known of a rank without asking it."""
-
-    rank: int
-    state: Literal["ok", "silent", "lost"]
-    silent_s: float
-    overdue_step: int | None
-    accounts: RankAccounts
 
 
 class Executor(Protocol):
@@ -106,19 +95,6 @@ def rank_specs(instance: InstanceSpec, incarnation: str) -> list[RankSpec]:
 
 
 @dataclass
-class _Rank:
-    number: int
-    heard_at: float
-    accounts: RankAccounts
-    ready: RankReady | None = None
-    fault: str | None = None
-    status: int | None = None  # of its process, when that has ended
-    is_routable: bool = False
-    is_silent: bool = False
-    is_lost: bool = False
-
-
-@dataclass
 class _Step:
     future: asyncio.Future[tuple[StepOutput, ...]]
     outputs: dict[int, StepOutput] = field(default_factory=dict)
@@ -141,11 +117,12 @@ class ProcessExecutor:
         self._processes = processes
         self._config = config
         self._clock = clock
-        self._ranks = [_Rank(s.rank, clock.now(), RankAccounts(rank=s.rank)) for s in specs]
+        self._roster = Roster(specs, clock.now())
         self._steps: dict[int, _Step] = {}
         self._progress_at = 0.0  # when the step in work began, at the latest
         self._overdue_step: int | None = None
         self._failure: LongcatError | None = None
+        self._all_called = asyncio.Event()
         self._came_up = asyncio.Event()
         self._on_closed: OnClosed = _ignore
         self._on_failure: OnFailure = _ignore
@@ -167,16 +144,12 @@ class ProcessExecutor:
         await self._processes.start(self._exited)
         self._keep(self._hear_arrivals(self._sockets[0]))
         self._keep(self._hear_messages(self._sockets[1]))
-        try:
-            await self._clock.within(START_LIMIT_S, self._came_up.wait())
-        except TimeoutError:
-            missing = [r.number for r in self._ranks if r.ready is None]
-            self._fail(RankLost(f"ranks {missing} were not ready within {START_LIMIT_S:.0f} s"))
+        await self._come_up()
         if self._failure is not None:
             await self.close()
             raise self._failure
         self._keep(self._watch())
-        return tuple(r.ready for r in self._ranks if r.ready is not None)
+        return tuple(rank.ready for rank in self._roster.ranks if rank.ready is not None)
 
     def submit(self, plan: StepPlan) -> asyncio.Future[tuple[StepOutput, ...]]:
         """Send the plan to every rank."""
@@ -188,26 +161,16 @@ class ProcessExecutor:
             self._progress_at = self._clock.now()
         self._steps[plan.step_id] = step
         frames = _PLANS.encode(plan)
-        for rank in self._ranks:
+        for rank in self._roster.ranks:
             try:
-                self._sockets[0].send([str(rank.number).encode(), *frames])
+                self._sockets[0].send([rank.identity, *frames])
             except Unsendable:  # the end of its process, or its silence, will say why
                 logger().warning("plan_not_sent", rank=rank.number, step_id=plan.step_id)
         return step.future
 
     def rank_states(self) -> tuple[RankState, ...]:
         """By rank; never waits."""
-        now = self._clock.now()
-        return tuple(
-            RankState(
-                r.number,
-                "lost" if r.is_lost else "silent" if r.is_silent else "ok",
-                now - r.heard_at,
-                self._overdue_step,
-                r.accounts,
-            )
-            for r in self._ranks
-        )
+        return self._roster.states(self._clock.now(), self._overdue_step)
 
     async def close(self) -> None:
         """Tell the ranks, wait for them, end them; then the sockets."""
@@ -215,10 +178,10 @@ class ProcessExecutor:
         if self._failure is None:
             self._failure = EngineFault("the ranks were stopped")
         self._finish_steps(self._failure)
-        for rank in self._ranks:
+        for rank in self._roster.ranks:
             if rank.is_routable and self._sockets:
                 try:
-                    self._sockets[0].send([str(rank.number).encode(), *_PLANS.encode(Stop())])
+                    self._sockets[0].send([rank.identity, *_PLANS.encode(Stop())])
                 except Unsendable:
                     logger().debug("stop_not_sent", rank=rank.number)
         await self._processes.stop(grace_s)
@@ -226,6 +189,16 @@ class ProcessExecutor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._close_sockets()
+
+    async def _come_up(self) -> None:
+        try:
+            await self._clock.within(CALL_LIMIT_S, self._all_called.wait())
+        except TimeoutError:
+            self._fail(RankLost(f"ranks {self._roster.not_called()} did not come up within {CALL_LIMIT_S:g} s"))
+        try:
+            await self._clock.within(START_LIMIT_S, self._came_up.wait())
+        except TimeoutError:
+            self._fail(RankLost(f"ranks {self._roster.not_ready()} were not ready within {START_LIMIT_S:g} s"))
 
     def _close_sockets(self) -> None:
         for socket in self._sockets:
@@ -237,26 +210,26 @@ class ProcessExecutor:
     async def _hear_arrivals(self, plans: AsyncSocket) -> None:
         """The first message of a rank on the plans' socket says that plans can reach it now."""
         while True:
-            identity = (await plans.recv())[0]
-            for rank in self._ranks:
-                if identity == str(rank.number).encode():
-                    rank.is_routable = True
-            self._see_who_is_up()
+            rank = self._roster.known((await plans.recv())[0])
+            if rank is not None:
+                rank.is_routable = True
+                self._see_who_is_up()
 
     async def _hear_messages(self, messages: AsyncSocket) -> None:
         while True:
-            frames = await messages.recv()
+            identity, *frames = await messages.recv()
+            rank = self._roster.known(identity)
+            if rank is None:  # anybody can connect here, also a rank of a former life
+                logger().warning("malformed_record", reason="neither a rank of this instance nor of this life")
+                continue
             try:
                 message = _MESSAGES.decode(frames)
-                if not 0 <= message.rank < len(self._ranks):
-                    raise MalformedRecord(f"a message of rank {message.rank}, which does not exist")
-            except MalformedRecord as error:  # anybody can connect here; a step that it belonged to will be overdue
-                logger().warning("malformed_record", reason=str(error))
-            else:
-                self._heard(message)
+            except MalformedRecord as error:
+                self._fail(EngineFault(f"a message of rank {rank.number} is malformed: {error}"))
+                return
+            self._heard(rank, message)
 
-    def _heard(self, message: RankMessage) -> None:
-        rank = self._ranks[message.rank]
+    def _heard(self, rank: RankEntry, message: RankMessage) -> None:
         rank.heard_at = self._clock.now()
         if isinstance(message, TransferClosed):
             self._on_closed(message)
@@ -272,7 +245,7 @@ class ProcessExecutor:
     def _answered(self, output: StepOutput) -> None:
         if output.fault is not None:
             logger().error("rank_fault", rank=output.rank, step_id=output.step_id, fault=output.fault)
-            self._ranks[output.rank].fault = output.fault
+            self._roster.ranks[output.rank].fault = output.fault
             self._keep(self._judge_end())
             return
         step = self._steps.get(output.step_id)
@@ -280,19 +253,21 @@ class ProcessExecutor:
             self._fail(EngineFault(f"rank {output.rank} answered step {output.step_id}, which is not open"))
             return
         step.outputs[output.rank] = output
-        if len(step.outputs) == len(self._ranks):
+        if len(step.outputs) == len(self._roster):
             del self._steps[output.step_id]
             self._progress_at = self._clock.now()
             step.future.set_result(tuple(step.outputs[r] for r in sorted(step.outputs)))
 
     def _see_who_is_up(self) -> None:
-        if all(r.ready is not None and r.is_routable for r in self._ranks):
-            self._came_up.set()
+        if not self._roster.not_called():
+            self._all_called.set()
+            if not self._roster.not_ready():
+                self._came_up.set()
 
     # -- watching --------------------------------------------------------------------------------------------------
 
     def _exited(self, rank: int, status: int) -> None:
-        self._ranks[rank].status = status
+        self._roster.ranks[rank].status = status
         if status < 0:  # ended by a signal: there are no last words, and the others only complain of its absence
             self._judge()
         else:
@@ -303,45 +278,27 @@ class ProcessExecutor:
         self._judge()
 
     def _judge(self) -> None:
-        """Ranks have failed or ended: name the cause. One lost rank makes the others fail in their collectives."""
-        for rank in self._ranks:
-            rank.is_lost = rank.is_lost or rank.status is not None
-        refused = [r for r in self._ranks if r.status == STATUS_CONFIG and r.fault is not None]
-        mute = [r for r in self._ranks if r.status is not None and r.fault is None]
-        if refused:
-            self._fail(ConfigError(str(refused[0].fault)))
-        elif mute:
-            self._fail(RankLost(f"rank {mute[0].number} ended with status {mute[0].status}"))
-        elif self._came_up.is_set() or all(r.status is not None for r in self._ranks if r.fault is not None):
-            number = next(r.number for r in self._ranks if r.fault is not None)
-            self._fail(EngineFault(f"rank {number} failed"))
+        cause = self._roster.cause(is_up=self._came_up.is_set())
+        if cause is not None:
+            self._fail(cause)
 
     async def _watch(self) -> None:
         """Judge silence and overdue steps once for each heartbeat."""
         before = self._clock.now()
-        for rank in self._ranks:
-            rank.heard_at = before
+        self._roster.all_heard_at(before)
         while True:
             await self._clock.sleep(HEARTBEAT_S)
             now = self._clock.now()
             stood_still = now - before - HEARTBEAT_S
             before = now
-            if stood_still > HEARTBEAT_S:  # it was this process that slept; what the ranks sent meanwhile is unread
-                for rank in self._ranks:
-                    rank.heard_at += stood_still
+            if stood_still > HEARTBEAT_S:  # it was this process that slept
+                self._roster.forgive(stood_still)
                 self._progress_at += stood_still
                 continue
-            for rank in self._ranks:
-                self._judge_silence(rank, now - rank.heard_at)
+            lost = self._roster.silence(now, self._config.rank_lost_s)
+            if lost is not None:
+                self._fail(lost)
             self._judge_step(now)
-
-    def _judge_silence(self, rank: _Rank, silent_s: float) -> None:
-        was_silent, rank.is_silent = rank.is_silent, silent_s > RANK_SILENT_S
-        if rank.is_silent and not was_silent:
-            logger().warning("rank_silent", rank=rank.number, seconds=silent_s)
-        if silent_s > RANK_SILENT_S + self._config.rank_lost_s:
-            rank.is_lost = True
-            self._fail(RankLost(f"rank {rank.number} has been silent for {silent_s:.0f} s"))
 
     def _judge_step(self, now: float) -> None:
         took = now - self._progress_at
@@ -349,7 +306,7 @@ class ProcessExecutor:
         self._overdue_step = min(self._steps) if self._steps and took > self._config.step_timeout_s else None
         if self._overdue_step is None:
             return
-        missing = [r.number for r in self._ranks if r.number not in self._steps[self._overdue_step].outputs]
+        missing = [r.number for r in self._roster.ranks if r.number not in self._steps[self._overdue_step].outputs]
         if was_overdue is None:
             logger().warning("step_overdue", step_id=self._overdue_step, seconds=took, rank=missing)
         if took > self._config.step_timeout_s + self._config.rank_lost_s:
@@ -362,6 +319,7 @@ class ProcessExecutor:
         logger().error("rank_lost" if isinstance(error, RankLost) else "engine_fault", reason=error.message)
         self._processes.dump_stacks()
         self._finish_steps(error)
+        self._all_called.set()
         self._came_up.set()
         self._on_failure(error)
 

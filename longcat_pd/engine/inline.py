@@ -9,8 +9,9 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 from longcat_pd.config.schema import RankSpec
-from longcat_pd.engine.executor import OnClosed, OnFailure, RankState, Ready
+from longcat_pd.engine.executor import OnClosed, OnFailure, Ready
 from longcat_pd.engine.plan import StepOutput, StepPlan
+from longcat_pd.engine.roster import RankState
 from longcat_pd.engine.runner import ModelRunner
 from longcat_pd.parallel.mesh import Mesh
 

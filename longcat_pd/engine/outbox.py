@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from longcat_pd import wire
 from longcat_pd.clock import HEARTBEAT_S
+from longcat_pd.config.schema import RankSpec
 from longcat_pd.engine.plan import Heartbeat, RankAccounts, RankMessage, RankReady, StepOutput
 from longcat_pd.kv_transfer.messages import TransferClosed
 
@@ -18,14 +19,14 @@ _STATUS_UNHEARD = 1
 class Outbox:
     """The thread that sends: outputs and events as they come, a heartbeat after a second without any.
 
-    Steps compute on another thread, so a long one does not keep it from beating.
+    Steps compute on another thread, so a long one does not keep it from beating. Every message begins with the identity of
+    the rank.
     """
 
-    def __init__(self, endpoint: str, rank: int) -> None:
-        self._endpoint = endpoint
-        self._rank = rank
+    def __init__(self, spec: RankSpec) -> None:
+        self._spec = spec
         self._messages: queue.SimpleQueue[RankMessage | None] = queue.SimpleQueue()
-        self._accounts: Callable[[], RankAccounts] = lambda: RankAccounts(rank=rank)
+        self._accounts: Callable[[], RankAccounts] = lambda: RankAccounts(rank=spec.rank)
         self._step_id = 0
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
         self._thread.start()
@@ -45,14 +46,15 @@ class Outbox:
     def close(self) -> None:
         """Sends what was put so far and ends."""
         self._messages.put(None)
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # which can be told to end by a defect of its own
+            self._thread.join()
 
     def _run(self) -> None:
         codec: wire.Codec[RankMessage] = wire.Codec(RankReady, Heartbeat, StepOutput, TransferClosed)
-        socket = wire.BlockingSocket("push", self._endpoint, bind=False)
+        socket = wire.BlockingSocket("push", self._spec.output_endpoint, bind=False)
         while (message := self._next()) is not None:
             try:
-                socket.send(codec.encode(message))
+                socket.send([self._spec.identity, *codec.encode(message)])
             except wire.Unsendable:  # thousands of messages wait: the driver reads no more
                 os._exit(_STATUS_UNHEARD)
         socket.close()
@@ -61,4 +63,4 @@ class Outbox:
         try:
             return self._messages.get(timeout=HEARTBEAT_S)
         except queue.Empty:
-            return Heartbeat(rank=self._rank, step_id=self._step_id, accounts=self._accounts())
+            return Heartbeat(rank=self._spec.rank, step_id=self._step_id, accounts=self._accounts())

@@ -1,13 +1,16 @@
 """A rank process: two threads of its own (steps here, an outbox that owns the output socket) and those of its lanes.
 
 Takes plans in order and answers each; ends when it is told or when a step fails. (``server/launch.py`` ends it when its
-driver is gone.) Knows neither role nor requests: what differs between pools is which lanes are attached.
+driver is gone.) A thread that ends by a defect ends the rank too, so that nothing waits for what nobody does any more.
+Knows neither role nor requests: what differs between pools is which lanes are attached.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import traceback
+from typing import NoReturn
 
 from longcat_pd import wire
 from longcat_pd.config.schema import RankSpec
@@ -16,7 +19,7 @@ from longcat_pd.engine.outbox import Outbox
 from longcat_pd.engine.plan import StepOutput, StepPlan, Stop
 from longcat_pd.engine.rank_model import load_rank_model
 from longcat_pd.engine.runner import ModelRunner
-from longcat_pd.errors import ConfigError
+from longcat_pd.errors import ConfigError, LongcatError
 from longcat_pd.parallel.mesh import Mesh
 from longcat_pd.parallel.platform import platform_of
 
@@ -33,16 +36,13 @@ def main(config: str) -> None:
 def run_rank(spec: RankSpec, make_lanes: MakeLanes) -> None:
     """The life of a rank process. Returns after a Stop; ends the process with a status when something fails."""
     platform_of(spec.instance.device).prepare_rank()
-    outbox = Outbox(spec.output_endpoint, spec.rank)
+    outbox = Outbox(spec)
     steps = _Steps(spec, outbox)
+    threading.excepthook = lambda thread: steps.fail(thread.exc_value)
     try:
         steps.run(make_lanes)
     except Exception as error:
-        fault = error.message if isinstance(error, ConfigError) else "".join(traceback.format_exception(error))
-        outbox.put(StepOutput(step_id=steps.step_id, rank=spec.rank, fault=fault))
-        outbox.close()
-        # not sys.exit: process groups with a dead member may hang in their destructors
-        os._exit(STATUS_CONFIG if isinstance(error, ConfigError) else STATUS_FAULT)
+        steps.fail(error)
     outbox.close()
 
 
@@ -52,10 +52,19 @@ class _Steps:
     def __init__(self, spec: RankSpec, outbox: Outbox) -> None:
         self._spec = spec
         self._outbox = outbox
-        self.step_id = 0  # of the plan in work, for the report of a fault
+        self._step_id = 0  # of the plan in work, for the report of a fault
+
+    def fail(self, error: BaseException | None) -> NoReturn:
+        """Tell the driver, then end the process. From any thread. What is expected to happen needs no trace."""
+        fault = error.message if isinstance(error, LongcatError) else "".join(traceback.format_exception(error))
+        self._outbox.put(StepOutput(step_id=self._step_id, rank=self._spec.rank, fault=fault))
+        self._outbox.close()
+        # not sys.exit: process groups with a dead member may hang in their destructors
+        os._exit(STATUS_CONFIG if isinstance(error, ConfigError) else STATUS_FAULT)
 
     def run(self, make_lanes: MakeLanes) -> None:
-        plans = wire.BlockingSocket("dealer", self._spec.plan_endpoint, bind=False, identity=str(self._spec.rank).encode())
+        """Until a Stop."""
+        plans = wire.BlockingSocket("dealer", self._spec.plan_endpoint, bind=False, identity=self._spec.identity)
         plans.send([b""])  # what it says is that plans can reach this rank from now on
         mesh = Mesh.join(self._spec)
         loaded = load_rank_model(self._spec, mesh)
@@ -77,7 +86,7 @@ class _Steps:
             plan = codec.decode(frames)
             if isinstance(plan, Stop):
                 return
-            self.step_id = plan.step_id
+            self._step_id = plan.step_id
             self._outbox.note_step(plan.step_id)
             self._outbox.put(runner.execute(plan))
             self._outbox.note_step(0)

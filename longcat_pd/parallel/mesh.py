@@ -7,11 +7,12 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from longcat_pd.config.schema import ParallelConfig, RankSpec
+from longcat_pd.errors import RankLost
 from longcat_pd.parallel.collectives import AxisGroup
 from longcat_pd.parallel.layout import AxisName, CacheShard, ParallelLayout
 from longcat_pd.parallel.platform import platform_of
 
-_JOIN_TIMEOUT = timedelta(seconds=120)  # until all ranks of the instance have come to the rendezvous
+JOIN_LIMIT_S = 20.0  # until all ranks of the instance have come to the rendezvous: they are started together
 
 
 class Mesh:
@@ -40,19 +41,15 @@ class Mesh:
         """Meets the other ranks of the instance; rank 0 serves the rendezvous. A world of one needs nobody.
 
         Raises:
-            RuntimeError: not all ranks came in time (torch.distributed's errors are of this class).
+            RankLost: not all ranks came in time.
         """
         layout = ParallelLayout.of(spec.instance.parallel)
         if layout.world_size == 1:
             return cls(layout, 0, {})
         rank = spec.rank
-        store = dist.TCPStore(  # type: ignore[attr-defined]  # exported, but not by name
-            spec.rendezvous_host, spec.rendezvous_port, layout.world_size, is_master=rank == 0, timeout=_JOIN_TIMEOUT
-        )
+        _meet(spec, layout.world_size)
         # the driver judges a slow step first (step_timeout_s); a collective gives up only after the driver has
         timeout = timedelta(seconds=spec.instance.engine.step_timeout_s + spec.instance.engine.rank_lost_s)
-        backend = platform_of(spec.instance.device).collective_backend
-        dist.init_process_group(backend, store=store, rank=rank, world_size=layout.world_size, timeout=timeout)
         groups: dict[AxisName, dist.ProcessGroup] = {}
         for axis in layout.axes:  # all ranks make all groups, in the same order
             if axis.name == "attn_tp" and axis.size > 1:
@@ -81,3 +78,16 @@ class Mesh:
         """Ends the groups."""
         if self.layout.world_size > 1:
             dist.destroy_process_group()
+
+
+def _meet(spec: RankSpec, world_size: int) -> None:
+    """Makes the group of all ranks, which computes nothing. Raises RankLost (of RuntimeError are all errors here)."""
+    limit = timedelta(seconds=JOIN_LIMIT_S)
+    place = spec.rendezvous_host, spec.rendezvous_port
+    backend = platform_of(spec.instance.device).collective_backend
+    try:
+        store = dist.TCPStore(*place, world_size, is_master=spec.rank == 0, timeout=limit)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=spec.rank, world_size=world_size, timeout=limit)
+    except RuntimeError as error:
+        text = f"not all {world_size} ranks came to the rendezvous at {place[0]}:{place[1]} within {JOIN_LIMIT_S:g} s"
+        raise RankLost(f"rank {spec.rank}: {text}") from error

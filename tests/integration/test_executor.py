@@ -59,12 +59,13 @@ class Rank:
 
     def __init__(self, spec: RankSpec) -> None:
         self.rank = spec.rank
-        self.plans = wire.AsyncSocket("dealer", spec.plan_endpoint, bind=False, identity=str(spec.rank).encode())
+        self.identity = spec.identity
+        self.plans = wire.AsyncSocket("dealer", spec.plan_endpoint, bind=False, identity=spec.identity)
         self.messages = wire.AsyncSocket("push", spec.output_endpoint, bind=False, linger_s=1.0)
         self.beating: asyncio.Task[None] | None = None
 
     def say(self, message: RankMessage) -> None:
-        self.messages.send(self.MESSAGES.encode(message))
+        self.messages.send([self.identity, *self.MESSAGES.encode(message)])
 
     def ready(self) -> None:
         self.plans.send([b""])
@@ -265,7 +266,13 @@ async def test_a_step_behind_a_slow_one_has_its_own_time() -> None:
 
 @pytest.mark.parametrize(
     "frames",
-    [[b"StepOutput", b"\xc1"], [b"nonsense"], Rank.MESSAGES.encode(TransferClosed(transfer_id="t", rank=9, ok=True))],
+    [
+        [b"nonsense"],
+        [b"StepOutput", b"\xc1"],
+        [b"i.9", *Rank.MESSAGES.encode(TransferClosed(transfer_id="t", rank=9, ok=True))],
+        [b"before.0", *Rank.MESSAGES.encode(StepOutput(step_id=7, rank=0))],
+        [b"before.0", *Rank.MESSAGES.encode(StepOutput(step_id=1, rank=0, fault="a trace"))],
+    ],
 )
 async def test_a_message_of_a_stranger_is_passed_over(frames: list[bytes]) -> None:
     async with rig(1) as r:
@@ -275,6 +282,38 @@ async def test_a_message_of_a_stranger_is_passed_over(frames: list[bytes]) -> No
         r.ranks[0].answer(1)
         await asyncio.wait_for(step, 5.0)
         assert r.failures == []
+
+
+async def test_a_rank_of_a_former_life_takes_no_plans() -> None:
+    async with rig(1) as r:
+        await r.start()
+        former = wire.AsyncSocket("dealer", r.ranks[0].plans.endpoint, bind=False, identity=b"before.0")
+        former.send([b""])
+        await asyncio.sleep(0.05)
+        r.executor.submit(StepPlan(step_id=1, phase="decode"))
+        assert await r.ranks[0].hear() == StepPlan(step_id=1, phase="decode")
+        former.close()
+
+
+async def test_a_message_of_a_rank_that_cannot_be_read_is_a_fault() -> None:
+    async with rig() as r:
+        await r.start()
+        r.ranks[1].messages.send([r.ranks[1].identity, b"StepOutput", b"\xc1"])
+        await r.until(lambda: bool(r.failures))
+        assert isinstance(r.failures[0], EngineFault) and "rank 1" in r.failures[0].message
+
+
+async def test_a_rank_that_never_calls_ends_the_start_and_is_named() -> None:
+    async with rig(3) as r:
+        began = time.monotonic()
+        starting = asyncio.create_task(r.executor.start(r.closed.append, r.failures.append))
+        await asyncio.sleep(0.05)
+        r.ranks[0].ready()
+        r.ranks[2].plans.send([b""])
+        with pytest.raises(RankLost, match=r"ranks \[1\] did not come up within 15 s"):
+            await asyncio.wait_for(starting, 5.0)
+        assert (time.monotonic() - began) * SPEED <= 25.0
+        assert len(r.failures) == 1 and r.processes.calls == ["start", "dump_stacks", "stop"]
 
 
 async def test_an_answer_to_a_step_that_is_not_open_is_a_fault() -> None:

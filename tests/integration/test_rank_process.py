@@ -6,8 +6,9 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -15,10 +16,12 @@ from pathlib import Path
 import pytest
 
 from longcat_pd import wire
-from longcat_pd.config.schema import ParallelConfig
+from longcat_pd.config.schema import ParallelConfig, RankSpec
 from longcat_pd.engine import rank
+from longcat_pd.engine.handover import Lanes
 from longcat_pd.engine.plan import Heartbeat, RankMessage, RankReady, Segment, StepOutput, StepPlan, Stop
 from longcat_pd.kv_cache.block_pool import GroupPool
+from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.kv_transfer.messages import TransferClosed
 from longcat_pd.tiny.make import write_tiny
 from tests.parity.gloo import BLOCK_SIZE, rank_specs
@@ -34,10 +37,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def rank_with_a_defect(config: str) -> None:
+    rank.run_rank(wire.from_json(RankSpec, config), lanes_with_a_defect)
+
+
+def lanes_with_a_defect(_spec: RankSpec, _cache: KVCache, _report: Callable[[TransferClosed], None]) -> Lanes:
+    def run() -> None:
+        raise ZeroDivisionError("a defect of a lane")
+
+    threading.Thread(target=run).start()
+    return None, None
+
+
 class Instance:
     """Rank processes, and this test as their driver."""
 
-    def __init__(self, checkpoint: Path, parallel: ParallelConfig) -> None:
+    def __init__(self, checkpoint: Path, parallel: ParallelConfig, entry: Callable[[str], None] = rank.main) -> None:
         self.plans = wire.BlockingSocket("router", "tcp://127.0.0.1:*", bind=True)
         self.outputs = wire.BlockingSocket("pull", "tcp://127.0.0.1:*", bind=True)
         self.codec: wire.Codec[StepPlan | Stop] = wire.Codec(StepPlan, Stop)
@@ -45,9 +60,11 @@ class Instance:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "longcat_pd.engine.runner"])
         self.processes: list[ForkServerProcess] = []
+        self.identities: list[bytes] = []
         for spec in rank_specs(checkpoint, parallel):
             spec = replace(spec, plan_endpoint=self.plans.endpoint, output_endpoint=self.outputs.endpoint)
-            self.processes.append(context.Process(target=rank.main, args=(wire.to_json(spec),)))
+            self.identities.append(spec.identity)
+            self.processes.append(context.Process(target=entry, args=(wire.to_json(spec),)))
         for process in self.processes:
             process.start()
 
@@ -58,7 +75,8 @@ class Instance:
         while len(found) < count:
             frames = self.outputs.recv(max(0.0, deadline - time.monotonic()))
             assert frames is not None, f"{len(found)} of {count} {kind.__name__}"
-            message = self.messages.decode(frames)
+            message = self.messages.decode(frames[1:])
+            assert frames[0] == self.identities[message.rank]
             assert not isinstance(message, StepOutput) or message.fault is None or kind is StepOutput, message
             if isinstance(message, kind):
                 found.append(message)
@@ -71,8 +89,8 @@ class Instance:
         return ready
 
     def send(self, message: StepPlan | Stop) -> None:
-        for number in range(len(self.processes)):
-            self.plans.send([str(number).encode(), *self.codec.encode(message)])
+        for identity in self.identities:
+            self.plans.send([identity, *self.codec.encode(message)])
 
     def statuses(self) -> list[int | None]:
         for process in self.processes:
@@ -136,7 +154,7 @@ def test_a_killed_rank_fails_the_others_at_once(instance: Instance) -> None:
     plan = StepPlan(
         step_id=1, phase="prefill", admit=(first,), segments=(Segment(slot=0, start=0, num_tokens=3, is_last=True),)
     )
-    instance.plans.send([b"0", *instance.codec.encode(plan)])
+    instance.plans.send([instance.identities[0], *instance.codec.encode(plan)])
     (output,) = instance.hear(StepOutput, 1)
     assert isinstance(output, StepOutput) and output.step_id == 1 and output.fault is not None
     assert instance.statuses()[0] == 1
@@ -150,6 +168,17 @@ def test_a_checkpoint_that_is_not_there_is_said_in_one_line(checkpoint: Path) ->
         assert isinstance(output, StepOutput) and output.step_id == 0
         assert output.fault is not None and "\n" not in output.fault and "config.json" in output.fault
         assert instance.statuses() == [2]
+    finally:
+        instance.close()
+
+
+def test_a_thread_that_ends_by_a_defect_ends_the_rank(checkpoint: Path) -> None:
+    instance = Instance(checkpoint, ParallelConfig(), rank_with_a_defect)
+    try:
+        (output,) = instance.hear(StepOutput, 1)
+        assert isinstance(output, StepOutput)
+        assert output.fault is not None and "Traceback" in output.fault and "a defect of a lane" in output.fault
+        assert instance.statuses() == [1]
     finally:
         instance.close()
 

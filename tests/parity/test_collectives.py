@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from longcat_pd.config.schema import ParallelConfig, RankSpec
+from longcat_pd.errors import RankLost
+from longcat_pd.parallel import mesh as mesh_module
 from longcat_pd.parallel.mesh import Mesh
 from tests.parity.gloo import on_ranks, rank_specs
 
@@ -107,3 +109,13 @@ def test_a_collective_that_a_rank_never_enters_ends() -> None:
     specs = rank_specs(NOWHERE, ParallelConfig(kvp_size=2, attn_tp_size=2), timeout_s=1.0)
     waited = on_ranks(specs, wait_for_nobody)[0]
     assert 0.5 < waited < 10.0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_never_comes_is_said_in_one_line(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh_module, "JOIN_LIMIT_S", 1.0)
+    spec = rank_specs(NOWHERE, ParallelConfig(kvp_size=2, attn_tp_size=2))[rank]
+    began = time.monotonic()
+    with pytest.raises(RankLost, match=r"not all 2 ranks came to the rendezvous at 127\.0\.0\.1:\d+ within 1 s"):
+        Mesh.join(spec)
+    assert time.monotonic() - began < 5.0

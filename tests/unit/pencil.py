@@ -11,8 +11,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from longcat_pd.config.schema import EngineConfig, ParallelConfig
-from longcat_pd.engine.executor import OnClosed, OnFailure, RankState
+from longcat_pd.engine.executor import OnClosed, OnFailure
 from longcat_pd.engine.plan import Admit, RankAccounts, RankReady, Segment, SlotOutput, StepOutput, StepPlan
+from longcat_pd.engine.roster import RankState
 from longcat_pd.errors import LongcatError
 from longcat_pd.kv_cache.layout import BlockSplit
 from longcat_pd.kv_transfer.messages import Arrival, TransferClosed

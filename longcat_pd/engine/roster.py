@@ -1,0 +1,121 @@
+"""What a driver knows of its rank processes without asking them: who has called, who is silent, who has ended, and why.
+
+Judges only; whoever owns the sockets and the processes (``executor.py``) feeds it and acts. Pure but for the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from longcat_pd.clock import RANK_SILENT_S
+from longcat_pd.config.schema import RankSpec
+from longcat_pd.engine.plan import RankAccounts, RankReady
+from longcat_pd.errors import ConfigError, EngineFault, LongcatError, RankLost
+from longcat_pd.log import logger
+
+STATUS_CONFIG = 2  # of a rank process that refuses its configuration or checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What is known of a rank without asking it."""
+
+    rank: int
+    state: Literal["ok", "silent", "lost"]
+    silent_s: float
+    overdue_step: int | None
+    accounts: RankAccounts
+
+
+@dataclass
+class RankEntry:
+    """One rank. ``fault``: its own last words; ``status``: of its process, when that has ended."""
+
+    number: int
+    identity: bytes
+    heard_at: float
+    accounts: RankAccounts
+    ready: RankReady | None = None
+    fault: str | None = None
+    status: int | None = None
+    is_routable: bool = False
+    is_silent: bool = False
+    is_lost: bool = False
+
+
+class Roster:
+    """The ranks of one instance, by number."""
+
+    def __init__(self, specs: Sequence[RankSpec], now: float) -> None:
+        self.ranks = tuple(RankEntry(s.rank, s.identity, now, RankAccounts(rank=s.rank)) for s in specs)
+        self._by_identity = {rank.identity: rank for rank in self.ranks}
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def known(self, identity: bytes) -> RankEntry | None:
+        """The rank of this name; None for strangers, also for a rank of a former life."""
+        return self._by_identity.get(identity)
+
+    def not_called(self) -> list[int]:
+        """Ranks that plans cannot reach yet."""
+        return [rank.number for rank in self.ranks if not rank.is_routable]
+
+    def not_ready(self) -> list[int]:
+        """Ranks that have not loaded yet what they compute with."""
+        return [rank.number for rank in self.ranks if rank.ready is None]
+
+    def states(self, now: float, overdue_step: int | None) -> tuple[RankState, ...]:
+        """By rank."""
+        return tuple(
+            RankState(
+                rank.number,
+                "lost" if rank.is_lost else "silent" if rank.is_silent else "ok",
+                now - rank.heard_at,
+                overdue_step,
+                rank.accounts,
+            )
+            for rank in self.ranks
+        )
+
+    def cause(self, *, is_up: bool) -> LongcatError | None:
+        """Ranks have failed or ended: why, if that can be said. A lost rank makes the others fail in their collectives.
+
+        ``is_up``: all of them were ready before; else one that has failed is waited for, as its status says more.
+        """
+        for rank in self.ranks:
+            rank.is_lost = rank.is_lost or rank.status is not None
+        failed = [rank for rank in self.ranks if rank.fault is not None]
+        refused = [rank for rank in failed if rank.status == STATUS_CONFIG]
+        mute = [rank for rank in self.ranks if rank.status is not None and rank.fault is None]
+        if refused:
+            return ConfigError(str(refused[0].fault))
+        if mute:
+            return RankLost(f"rank {mute[0].number} ended with status {mute[0].status}")
+        if failed and (is_up or all(rank.status is not None for rank in failed)):
+            return EngineFault(f"rank {failed[0].number} failed")
+        return None
+
+    def all_heard_at(self, now: float) -> None:
+        """Silence counts from now on."""
+        for rank in self.ranks:
+            rank.heard_at = now
+
+    def forgive(self, seconds: float) -> None:
+        """This process itself stood still for so long; what the ranks sent meanwhile is unread."""
+        for rank in self.ranks:
+            rank.heard_at += seconds
+
+    def silence(self, now: float, lost_s: float) -> RankLost | None:
+        """Note who is silent; the loss of one that has been so for ``lost_s`` more."""
+        for rank in self.ranks:
+            silent_s = now - rank.heard_at
+            was_silent, rank.is_silent = rank.is_silent, silent_s > RANK_SILENT_S
+            if rank.is_silent and not was_silent:
+                logger().warning("rank_silent", rank=rank.number, seconds=silent_s)
+            if silent_s > RANK_SILENT_S + lost_s:
+                rank.is_lost = True
+                return RankLost(f"rank {rank.number} has been silent for {silent_s:.0f} s")
+        return None
