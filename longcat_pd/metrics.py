@@ -11,13 +11,13 @@ Names of attributes are those of the metrics, in groups: ``metrics.http.inflight
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-BLOCK_STATES = ("free", "cached", "reserved", "live", "quarantined")
 
 _Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 _WAITS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
@@ -98,7 +98,6 @@ class RequestMetrics:
         self.cancels_total = declare.counters("cancels_total", "Requests ended before their time", ("from",))
         self.prompt_tokens_total = declare.counter("prompt_tokens_total", "Tokens of prompts")
         self.output_tokens_total = declare.counter("output_tokens_total", "Tokens of answers")
-        self.cached_tokens_total = declare.counter("cached_tokens_total", "Tokens of prompts found in the prefix cache")
         self.queue_seconds = declare.histogram("queue_seconds", "Arrival to the first plan or the offer's grant")
         self.prefill_seconds = declare.histogram("prefill_seconds", "First prefill plan to the first token")
         self.transfer_seconds = declare.histogram("transfer_seconds", "End of prefill to the committed hand-over")
@@ -111,7 +110,7 @@ class EngineMetrics:
     """Steps, queues and memory of one instance.
 
     ``step_seconds(phase)``, ``driver_step_seconds(phase)``: prefill, decode. States: ``sequences`` waiting, running;
-    ``blocks`` of BLOCK_STATES; ``slots`` free, used; ``ranks`` ok, silent, lost.
+    ``blocks`` free, reserved, live, quarantined; ``slots`` free, used; ``ranks`` ok, silent, lost.
     """
 
     def __init__(self, declare: _Declare) -> None:
@@ -119,8 +118,6 @@ class EngineMetrics:
         self.driver_step_seconds = declare.histograms(
             "driver_step_seconds", "The driver's own work for one step", ("phase",), _STEPS
         )
-        self.draft_tokens_total = declare.counter("draft_tokens_total", "Tokens proposed by the draft source")
-        self.accepted_tokens_total = declare.counter("accepted_tokens_total", "Proposed tokens that were accepted")
         self.sequences = declare.gauges("sequences", "Sequences in the scheduler", ("state",))
         self.blocks = declare.gauges("blocks", "Cache blocks, all shards together", ("state",))
         self.slots = declare.gauges("slots", "Decode slots", ("state",))
@@ -151,7 +148,7 @@ class BalancerMetrics:
 
 
 class Metrics:
-    """All metrics of one process.
+    """All metrics of one process; a group is declared when it is first used, so that nobody shows what it cannot move.
 
     Args:
         role: prefill, decode, standalone or load_balancer.
@@ -161,15 +158,35 @@ class Metrics:
     def __init__(self, *, role: str, instance: str) -> None:
         self._registry = CollectorRegistry()
         self._refreshes: list[Callable[[], None]] = []
-        declare = _Declare(self._registry, role, instance)
+        self._declare = declare = _Declare(self._registry, role, instance)
         self._build_info = declare.gauges("build_info", "Always 1", ("version", "model_digest", "wire_version"))
         self.ready = declare.gauge("ready", "What /ready says")
         self.draining = declare.gauge("draining", "Whether new requests are refused because the process is to end")
-        self.http = HttpMetrics(declare)
-        self.requests = RequestMetrics(declare)
-        self.engine = EngineMetrics(declare)
-        self.transfers = TransferMetrics(declare)
-        self.balancer = BalancerMetrics(declare)
+
+    @cached_property
+    def http(self) -> HttpMetrics:
+        """What the HTTP face saw."""
+        return HttpMetrics(self._declare)
+
+    @cached_property
+    def requests(self) -> RequestMetrics:
+        """Generation requests."""
+        return RequestMetrics(self._declare)
+
+    @cached_property
+    def engine(self) -> EngineMetrics:
+        """Of a process with an engine."""
+        return EngineMetrics(self._declare)
+
+    @cached_property
+    def transfers(self) -> TransferMetrics:
+        """Of a process with peers."""
+        return TransferMetrics(self._declare)
+
+    @cached_property
+    def balancer(self) -> BalancerMetrics:
+        """Of the balancer."""
+        return BalancerMetrics(self._declare)
 
     def build_info(self, *, version: str, model_digest: str, wire_version: str) -> None:
         """Say once what runs here."""

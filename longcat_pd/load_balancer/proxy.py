@@ -243,17 +243,17 @@ class Proxy:
             "attempt": progress.attempt,
             "ms": round((now - progress.started) * 1000),
         }
+        hop = "decoding" if progress.first_token is not None else "prefilling"
         if cut_by is not None:
             requests.cancels_total(cut_by).inc()
-            hop = "decoding" if progress.first_token is not None else "prefilling"
-            log.logger().info("request_cancelled", by=cut_by, hop=hop, **facts)
         if failure is not None:
             requests.requests_total(failure.code).inc()
             is_defect = failure.status >= 500 and failure.cause == "self"
             tell = log.logger().error if is_defect else log.logger().warning
-            tell("request_failed", status=failure.status, code=failure.code, cause=failure.cause, **facts)
+            tell("request_failed", status=failure.status, code=failure.code, cause=failure.cause, hop=hop, **facts)
         elif cut_by is not None:
             requests.requests_total("cancelled").inc()
+            log.logger().info("request_cancelled", by=cut_by, hop=hop, **facts)
         else:
             requests.requests_total(progress.finish or "stop").inc()
             requests.request_seconds.observe(now - progress.started)
@@ -296,13 +296,14 @@ def _lesson(pair: Pair, failed: LegFailed) -> Avoid:
 
 
 def _log_leg(failed: LegFailed, progress: Progress) -> None:
+    is_clients = failed.failure.cause == "client"  # such a message quotes the request
     log.logger().warning(
         "leg_failed",
         leg=failed.instance.target.role,
         target=failed.instance.name,
         cause=failed.failure.cause,
         code=failed.failure.code,
-        reason=failed.failure.reason,
+        reason=None if is_clients else failed.failure.reason,
         attempt=progress.attempt,
         transfer=progress.transfer_id,
     )

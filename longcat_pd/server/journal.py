@@ -70,7 +70,7 @@ class Journal:
 
     @contextmanager
     def request(self, call: Call) -> Iterator[Record]:
-        """The life of one request, whatever its end. Of an exception that is not ours the answer's maker writes the line."""
+        """The life of one request, whatever its end. Of a defect, whoever answers it writes the line."""
         record, outcome = Record(started=self._now()), "engine_fault"
         try:
             yield record

@@ -123,8 +123,29 @@ async def test_no_key_prompt_or_text_reaches_the_log() -> None:
     assert "request_finished" in lines
     assert "retry" in lines
     assert not any(word in lines for word in ("geheim", "right", "almost", "secret", "好"))
+    assert "invalid_value of a worker" not in lines, "a client's error quotes the request"
     about = [line for line in lines.splitlines() if "request=r-7" in line]
     assert [line.split()[2] for line in about] == ["leg_failed", "retry", "request_finished"]
+
+
+async def test_each_request_has_one_line_at_its_end() -> None:
+    out = io.StringIO()
+    log.set_up(stream=out)
+    rig = await Rig.make()
+    rig.script(p0=never, d0=never)
+    late = rig.post(BODY, **{"X-Request-Timeout": "3", "X-Request-Id": "late"})
+    gone = rig.post(BODY, **{"X-Request-Id": "gone"})
+    await settle()
+    await gone.leave()
+    await rig.clock.advance(4)
+    await late.end()
+    lines = {part.partition("request=")[2].split()[0]: part for part in out.getvalue().splitlines() if "request=" in part}
+    assert len(lines) == out.getvalue().count("request=") == 2
+    assert "info request_cancelled by=client hop=prefilling" in lines["gone"]
+    assert "request_failed status=504 code=deadline_exceeded cause=self hop=prefilling" in lines["late"]
+    text = (await rig.get("/metrics")).body.decode()
+    for name in ('cancels_total{from="client"', 'cancels_total{from="deadline"'):
+        assert f"longcat_pd_{name}" in text
 
 
 @pytest.mark.parametrize(

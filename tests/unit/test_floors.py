@@ -44,6 +44,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "pydantic": ("server/", "load_balancer/"),
     "uvicorn": ("server/", "load_balancer/"),
     "httpx": ("load_balancer/", *TOOLS),
+    "httptools": ("load_balancer/transport.py",),
     "multiprocessing": ("server/launch.py",),
     "yaml": ("config/resolve.py", "render.py"),
     "tokenizers": ("server/text.py", "tiny/"),

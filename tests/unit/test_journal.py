@@ -1,5 +1,7 @@
 """One line and one outcome for each request, whatever its end."""
 
+# ruff: noqa: E501 - tables
+
 import asyncio
 import io
 import re

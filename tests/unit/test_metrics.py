@@ -4,8 +4,8 @@ from longcat_pd.metrics import Metrics
 
 NAMES = """
 build_info ready draining http_requests_total http_request_seconds inflight_requests requests_total prompt_tokens_total
-output_tokens_total cached_tokens_total queue_seconds prefill_seconds transfer_seconds first_token_seconds
-per_token_seconds request_seconds step_seconds driver_step_seconds draft_tokens_total accepted_tokens_total sequences
+output_tokens_total queue_seconds prefill_seconds transfer_seconds first_token_seconds
+per_token_seconds request_seconds step_seconds driver_step_seconds sequences
 blocks slots ranks transfers_open transfers_total transfer_bytes_total legs_open leg_failures_total retries_total
 cancels_total instance_ready breaker_open
 """
@@ -21,7 +21,10 @@ def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], f
 
 
 def test_every_name_of_the_contract_is_declared_with_role_and_instance() -> None:
-    text = Metrics(role="decode", instance="d0").render().decode()
+    metrics = Metrics(role="decode", instance="d0")
+    for _group in (metrics.http, metrics.requests, metrics.engine, metrics.transfers, metrics.balancer):
+        pass
+    text = metrics.render().decode()
     declared = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
     assert {f"longcat_pd_{name}" for name in NAMES.split()} <= declared
     assert all(name.startswith("longcat_pd_") for name in declared)
@@ -41,11 +44,18 @@ def test_more_labels_are_given_in_order() -> None:
     assert found["longcat_pd_cancels_total", (("from", "client"),)] == 2
 
 
+def test_a_process_shows_the_groups_that_it_uses() -> None:
+    metrics = Metrics(role="load_balancer", instance="lb")
+    metrics.balancer.retries_total.inc()
+    text = metrics.render().decode()
+    assert "longcat_pd_retries_total" in text and "longcat_pd_blocks" not in text
+
+
 def test_two_processes_of_a_test_share_nothing() -> None:
     one, two = Metrics(role="prefill", instance="p0"), Metrics(role="prefill", instance="p1")
     one.requests.prompt_tokens_total.inc(5)
     assert samples(one)["longcat_pd_prompt_tokens_total", ()] == 5
-    assert samples(two)["longcat_pd_prompt_tokens_total", ()] == 0
+    assert two.requests is two.requests and samples(two)["longcat_pd_prompt_tokens_total", ()] == 0
 
 
 def test_gauges_that_are_read_from_state_are_fresh_in_each_rendering() -> None:
