@@ -1,4 +1,4 @@
-"""The clock that a test can own, and the fixed intervals of the wire contract (api.md 11 and 12).
+"""The clock that a test can own, and the fixed intervals between the processes.
 
 Everything that measures a duration or waits takes a ``Clock``. ``MonotonicClock`` is the real one.
 """

@@ -26,7 +26,7 @@ class ModelSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How one instance is split over its ranks (parallelism.md). Unset sizes are 1."""
+    """How one instance is split over its ranks. Unset sizes are 1."""
 
     pp_size: int = 1
     cp_size: int = 1
@@ -62,7 +62,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceConfig:
-    """One driver and its ranks. Ports count up from ``http_port`` (api.md 13)."""
+    """One driver and its ranks. Ports count up from ``http_port``: ``checks.INSTANCE_PORTS``."""
 
     name: str
     http_port: int

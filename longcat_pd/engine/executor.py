@@ -79,7 +79,7 @@ class RankProcesses(Protocol):
 
 
 def rank_specs(instance: InstanceSpec, incarnation: str) -> list[RankSpec]:
-    """What each rank process of an instance on one host is told. Ports: api.md 13."""
+    """What each rank process of an instance on one host is told. Ports: ``checks.INSTANCE_PORTS``."""
     return [
         RankSpec(
             instance=instance,

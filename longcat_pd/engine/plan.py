@@ -100,7 +100,7 @@ class SlotOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankAccounts:
-    """A rank's own count of what it holds, from the plans that it executed (api.md 12, /debug/accounting)."""
+    """A rank's own count of what it holds, from the plans that it executed (/debug/accounting)."""
 
     rank: int
     blocks_total: int = 0  # block 0 not counted

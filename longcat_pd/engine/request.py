@@ -23,7 +23,7 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen (api.md 3.1 and 8). Validated at construction: InvalidRequest names the field.
+    """How tokens are chosen. Validated at construction: InvalidRequest names the field.
 
     ``temperature`` 0 is arg-max; ``top_k`` 0 is off; ``num_logprobs`` None: no log-probs, n: those of the token and of the
     n best. ``seed`` and ``choice`` key every draw together with the position.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hello:
-    """First record on a link, and again whenever an incarnation changes. The fields that must agree: api.md 11.3."""
+    """First record on a link and at each new incarnation. ``hello.mismatches`` says which fields must agree."""
 
     name: str
     role: str

@@ -13,7 +13,7 @@ class WeightSpec:
     """One checkpoint tensor that this rank reads.
 
     Args:
-        name: full name in the checkpoint (model.md 9.1).
+        name: full name in the checkpoint.
         shape: shape of the whole tensor in the checkpoint; any other shape is an error that names both.
         store: takes the region that was read (any float data type, CPU) and copies it into the parameter.
         region: one slice per dimension that this rank needs; empty: the whole tensor.

@@ -14,7 +14,7 @@ from longcat_pd.kv_transfer.messages import Hello
 
 @dataclass(frozen=True, kw_only=True)
 class Readiness:
-    """What ``/ready`` says of a worker (api.md 12). ``reasons``: dicts with code, detail, rank; not empty = not ready."""
+    """What ``/ready`` says of a worker. ``reasons``: dicts with code, detail, rank; not empty = not ready."""
 
     busy: bool
     incarnation: str

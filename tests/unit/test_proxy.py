@@ -53,7 +53,7 @@ async def ended(rig: Rig, exchange: Exchange, *, within_s: float = 1.0) -> Excha
 
 
 async def next_one_is_served(rig: Rig, *names: str) -> None:
-    """The processes still serve: failures.md section 2."""
+    """The processes still serve."""
     for name in names or ("p0", "d0"):
         rig.script(**{name: prefilled if name.startswith("p") else whole})
     await rig.poll()
