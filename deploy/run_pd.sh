@@ -28,7 +28,7 @@ install() {
     "$python" -m venv "$venv"
   fi
   echo "installing longcat-pd with its CPU libraries into .venv (some minutes the first time) ..."
-  if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e "$root[cpu]" >"$log" 2>&1; then
+  if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e "${root}[cpu]" >"$log" 2>&1; then
     tail -n 20 "$log" >&2
     echo "error: the installation failed; all of its output is in $log" >&2
     exit 1
