@@ -102,6 +102,12 @@ class _Peer:
     link: Link
     socket: ControlSocket
     transfers: dict[str, OutgoingTransfer] = field(default_factory=dict)
+    has_greeted: bool = False  # and not been answered yet
+
+    def greet(self, hello: Hello) -> None:
+        """Say who we are; the answer is a greeting too."""
+        self.has_greeted = True
+        self.send(hello)
 
     def send(self, message: ControlMessage) -> None:
         """To a peer that is away: silence ends what waits for an answer."""
@@ -220,7 +226,10 @@ class Offering:
                     self._void(peer, f"{peer.link.name} is silent")
                 is_up = peer.link.state == "up"
                 beat = Beat(name=self._hello.name, incarnation=self._hello.incarnation)
-                peer.send(beat if is_up else self._hello)
+                if is_up:
+                    peer.send(beat)
+                else:
+                    peer.greet(self._hello)
             before = now
             await self._clock.sleep(HEARTBEAT_S)
 
@@ -237,13 +246,15 @@ class Offering:
     def _heard(self, peer: _Peer, message: ControlMessage) -> None:
         if isinstance(message, Hello):
             self.news.set()
+            is_answer, peer.has_greeted = peer.has_greeted, False
             if peer.link.greeted(message):
                 self._void(peer, f"{peer.link.name} was started again")
-                peer.send(self._hello)
+            if not is_answer:  # it does not know this socket (any more): another one took our name, or it has a new life
+                peer.greet(self._hello)
             return
         if isinstance(message, Beat):
             if not peer.link.beat(message.incarnation):
-                peer.send(self._hello)
+                peer.greet(self._hello)
             return
         transfer = peer.transfers.get(message.transfer_id)
         if transfer is not None:

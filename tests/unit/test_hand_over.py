@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from longcat_pd.errors import DeadlineExceeded, LongcatError, Overloaded, TransferFailed, WorkerUnavailable
+from longcat_pd.kv_transfer.control import CONTROL
 from longcat_pd.kv_transfer.messages import Abort, Ack, Commit, Grant, Offer, Refuse
 from tests.manual_clock import settle
 from tests.unit.control_rig import Leg, Pair, hello, pair
@@ -276,6 +278,23 @@ async def test_another_life_voids_the_transfers_of_the_old_one() -> None:
         p.close_lanes("u")
         assert await following.ends() == [None, None]
         assert following.tokens == [6, 7, 8]
+
+
+async def test_the_link_returns_after_another_process_took_the_name() -> None:
+    async with pair() as p:
+        impostor = p.router.dealer(b"impostor")
+        impostor.send(CONTROL.encode(replace(p.p_hello, incarnation="other")))
+        await settle()
+        assert p.router.sent[-1] == p.d_hello
+        await p.clock.advance(2.0)  # it is gone again; the beats of the right one are not known any more
+        assert p.offers.states() == {"p0": "up"}
+        leg = p.prefill_leg().send()
+        await settle()
+        p.close_lanes("t")
+        assert await leg.ends() == [None, None]
+        greetings = len([m for m in p.dealer.sent if m == p.p_hello])
+        await p.clock.advance(5.0)
+        assert len([m for m in p.dealer.sent if m == p.p_hello]) == greetings, "one greeting is enough"
 
 
 async def test_unknown_peers_and_other_roles() -> None:
