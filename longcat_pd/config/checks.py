@@ -37,7 +37,6 @@ RANGES: Mapping[type, Mapping[str, Range]] = {
         **dict.fromkeys(("block_size", "max_num_seqs", "max_num_batched_tokens", "max_queued_requests"), _COUNT),
         "max_model_len": Range(0),
         "num_blocks": Range(0),
-        "memory_fraction": Range(0, 1, is_open_low=True),
         **dict.fromkeys(("queue_timeout_s", "step_timeout_s", "rank_lost_s"), _SECONDS),
         "drain_timeout_s": Range(0),
     },
@@ -51,7 +50,7 @@ RANGES: Mapping[type, Mapping[str, Range]] = {
         "request_timeout_s": _SECONDS,
         "keepalive_comment_s": Range(0),
     },
-    ClusterConfig: {"devices_per_node": _COUNT, "card_memory_gib": _SECONDS},
+    ClusterConfig: {"devices_per_node": _COUNT},
 }
 
 INSTANCE_PORTS: Mapping[int, str] = {
@@ -236,8 +235,6 @@ def _check_parallel(role: Role, pool: PoolConfig, *, found: Findings) -> None:
     stages, key = parallel.layers_per_stage, f"{path}.layers_per_stage"
     if stages and len(stages) != parallel.pp_size:
         found.cross([key, f"{path}.pp_size"], f"{key}={list(stages)}: {len(stages)} stages, pp_size is {parallel.pp_size}")
-    if parallel.keep_gathered:
-        found.cross([f"{path}.keep_gathered"], f"{path}.keep_gathered=True: is not supported yet")
 
 
 def _check_engine(role: Role, pool: PoolConfig, *, found: Findings) -> None:

@@ -208,11 +208,6 @@ class ModelConfig:
         return self.n_routed_experts + self.zero_expert_num
 
     @property
-    def num_attentions(self) -> int:
-        """Attention sub-layers, numbered 2 l + j."""
-        return 2 * self.num_layers
-
-    @property
     def qk_head_dim(self) -> int:
         """Width of one query head: nope, then rope."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim

@@ -34,7 +34,6 @@ class ParallelConfig:
     kvp_size: int = 1
     attn_tp_size: int = 1
     layers_per_stage: tuple[int, ...] = ()  # resolved: even, larger stages first
-    keep_gathered: bool = False
 
     @property
     def world_size(self) -> int:
@@ -51,8 +50,7 @@ class EngineConfig:
     max_num_seqs: int = 64  # slots of the whole instance
     max_num_batched_tokens: int = 16384  # tokens of one prefill plan
     exe_mode: Literal["eager"] = "eager"
-    num_blocks: int = 0  # blocks of each cache shard, block 0 included; resolved: from memory_fraction
-    memory_fraction: float = 0.8
+    num_blocks: int = 0  # blocks of each cache shard, block 0 included; resolved: on cpu what 256 MiB a rank hold
     max_queued_requests: int = 512
     queue_timeout_s: float = 60.0
     step_timeout_s: float = 120.0
@@ -115,7 +113,6 @@ class ClusterConfig:
     model: ModelSection
     device: Literal["cpu", "cuda", "npu"] = "cpu"
     devices_per_node: int = 16
-    card_memory_gib: float | None = None
     prefill: PoolConfig | None = None
     decode: PoolConfig | None = None
     standalone: PoolConfig | None = None
