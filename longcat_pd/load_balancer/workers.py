@@ -16,6 +16,7 @@ import httpx
 
 from longcat_pd.clock import CONNECT_TIMEOUT_S, Clock
 from longcat_pd.errors import BadWorkerAnswer, WorkerUnavailable
+from longcat_pd.load_balancer.transport import WorkerTransport
 
 # a worker's server closes idle connections after 5 s; ours are given up well before, so that no call meets the closing
 IDLE_CONNECTION_S = 2.0
@@ -71,7 +72,7 @@ class Workers:
 
     Args:
         key: the cluster key that workers demand, if any.
-        transport: replaces the network, for tests and for a leaner data path.
+        transport: replaces the network, for tests.
     """
 
     def __init__(self, clock: Clock, *, key: str | None = None, transport: httpx.AsyncBaseTransport | None = None) -> None:
@@ -82,8 +83,7 @@ class Workers:
         self._http = httpx.AsyncClient(
             headers=headers,
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=IDLE_CONNECTION_S),
-            transport=transport,
+            transport=transport or WorkerTransport(IDLE_CONNECTION_S),
             trust_env=False,  # a proxy of the environment must not come between us and the workers
         )
 
