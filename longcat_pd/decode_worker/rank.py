@@ -10,7 +10,7 @@ from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.kv_transfer.arrival import ArrivalLanes
 from longcat_pd.kv_transfer.hello import LANE_PORT_OFFSET
 from longcat_pd.kv_transfer.process_group import GlooListener
-from longcat_pd.kv_transfer.push import LaneOptions, Report
+from longcat_pd.kv_transfer.sides import LaneOptions, Report
 from longcat_pd.kv_transfer.transport import LaneEnd
 
 _STORE_TIMEOUT_S = 60.0  # rank 0 serves the store; the others may be here before it
@@ -22,11 +22,11 @@ def main(config: str) -> None:
 
 
 def arrival_lanes(spec: RankSpec, cache: KVCache, report: Report) -> Lanes:
-    """The lanes of this rank. Raises ConfigError for a transport that does not leave a process."""
+    """The lanes of this rank."""
     instance = spec.instance
     me = LaneEnd(instance.name, spec.incarnation, spec.rank)
     address = (instance.host, instance.http_port + LANE_PORT_OFFSET)
     listener = GlooListener(me, address, _STORE_TIMEOUT_S)
-    options = LaneOptions.between_processes(instance.transfer)
+    options = LaneOptions.of(instance.transfer)
     lanes = ArrivalLanes(me, instance.parallel.kvp_size, cache=cache, listener=listener, options=options, report=report)
     return None, lanes

@@ -8,7 +8,7 @@ from longcat_pd.config.schema import RankSpec
 from longcat_pd.engine.plan import Admit, StepPlan
 from longcat_pd.engine.slots import Span
 from longcat_pd.kv_cache.storage import KVCache
-from longcat_pd.kv_transfer.messages import TransferClosed
+from longcat_pd.kv_transfer.messages import Push, TransferClosed
 from longcat_pd.kv_transfer.sides import ArrivalSide, LaneCounts, PushSide
 
 Lanes = tuple[PushSide | None, ArrivalSide | None]
@@ -42,6 +42,11 @@ class Handover:
         if self._push is not None:
             for transfer_id in plan.cancel_push:
                 self._push.cancel(transfer_id)
+
+    def retire(self, push: Push) -> None:
+        """A sequence with a grant has left its slot."""
+        assert self._push is not None, "a push at a rank without lanes"
+        self._push.retire(push.transfer_id)
 
     def admit(self, admit: Admit) -> None:
         """A sequence took a slot: with blocks that arrived, or with a grant for its own."""

@@ -84,7 +84,7 @@ class ModelRunner:
         self._last_step = plan.step_id
         began = time.perf_counter()
         for slot in plan.retire:
-            self._blocks_live -= self._num_held(self._slots.pop(slot))
+            self._retire(self._slots.pop(slot))
         self._handover.apply(plan)
         for admit in plan.admit:
             self._admit(admit)
@@ -111,6 +111,11 @@ class ModelRunner:
         self._slots[admit.slot] = state
         self._blocks_live += self._num_held(state)
         self._handover.admit(admit)
+
+    def _retire(self, state: SlotState) -> None:
+        self._blocks_live -= self._num_held(state)
+        if state.push is not None:
+            self._handover.retire(state.push)
 
     def _num_held(self, state: SlotState) -> int:
         return len(state.held_by(self._mesh.cache_shard.rank))

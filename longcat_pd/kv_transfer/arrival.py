@@ -28,8 +28,7 @@ from longcat_pd.kv_transfer.frames import (
 )
 from longcat_pd.kv_transfer.messages import Arrival, TransferClosed
 from longcat_pd.kv_transfer.plan import TransferPlan
-from longcat_pd.kv_transfer.push import LaneOptions, Report
-from longcat_pd.kv_transfer.sides import LaneCounts
+from longcat_pd.kv_transfer.sides import LaneCounts, LaneOptions, Report
 from longcat_pd.kv_transfer.transport import Call, Lane, LaneClosed, LaneEnd, LaneTimeout, Listener
 from longcat_pd.wire import unpack
 

@@ -10,13 +10,13 @@ import hashlib
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
+from longcat_pd.kv_transfer.sides import DigestMode
+
 HEADER_INTS = 8
 NO_DIGEST = -1
-DigestMode = Literal["off", "sample", "all"]
 
 _MAGIC = 0x4C43_5044_0001
 _DATA, _END = 1, 2

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from longcat_pd.config.schema import TransferConfig
-from longcat_pd.errors import ConfigError
 from longcat_pd.kv_cache.layout import BlockSplit
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.kv_transfer.frames import (
     NO_DIGEST,
-    DigestMode,
     Header,
     Run,
     block_digest,
@@ -30,29 +26,11 @@ from longcat_pd.kv_transfer.frames import (
 )
 from longcat_pd.kv_transfer.messages import Push, TransferClosed
 from longcat_pd.kv_transfer.plan import TransferPlan
-from longcat_pd.kv_transfer.sides import LaneCounts
+from longcat_pd.kv_transfer.sides import LaneCounts, LaneOptions, Report
 from longcat_pd.kv_transfer.transport import Caller, Lane, LaneClosed, LaneEnd, LaneTimeout
 from longcat_pd.wire import unpack
 
-Report = Callable[[TransferClosed], None]
-
 _JOIN_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaneOptions:
-    """How lanes behave. ``timeout_s``: longest time without progress of a message."""
-
-    digest: DigestMode = "off"
-    timeout_s: float = 60.0
-    connect_timeout_s: float = 10.0
-
-    @classmethod
-    def between_processes(cls, config: TransferConfig) -> LaneOptions:
-        """As configured. Raises ConfigError for a transport that does not leave a process."""
-        if config.transport != "process_group":
-            raise ConfigError(f"transfer.transport={config.transport}: prefill and decode are two processes")
-        return cls(digest=config.digest, timeout_s=config.timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +55,7 @@ class _Transfer:
     num_bytes: int = 0
     bytes_before_last_layer: int = 0
     reading: int = 0  # lane threads that are copying from its blocks
+    is_retired: bool = False  # its sequence has left
     reason: str | None = None  # set: given up
 
 
@@ -146,6 +125,13 @@ class PushLanes:
                     lane.queue.append(_Item(transfer))
             self.changed.notify_all()
 
+    def retire(self, transfer_id: str) -> None:
+        """Its sequence has left its slot."""
+        with self.changed:
+            transfer = self._transfers.get(transfer_id)
+            if transfer is not None:
+                transfer.is_retired = True
+
     def cancel(self, transfer_id: str) -> None:
         """Give up what is not sent yet."""
         with self.changed:
@@ -157,8 +143,9 @@ class PushLanes:
         """For the accounts."""
         with self.changed:
             unsent = sum(lane.num_unsent() for lane in self._lanes.values())
-            leaving = [t for t in self._transfers.values() if t.reason is not None]
-            held = sum(len(t.plan.source_split.blocks_of(self._cp_rank, t.plan.num_blocks)) for t in leaving)
+            late = [t.plan for t in self._transfers.values() if t.is_retired]
+            cp_rank = self.me.rank % self._shape.cp_size
+            held = sum(len(plan.source_split.blocks_of(cp_rank, plan.num_blocks)) for plan in late)
             return LaneCounts(unsent=unsent, quarantined_blocks=held)
 
     def close(self) -> None:
@@ -198,10 +185,6 @@ class PushLanes:
         """All messages to one target have left, the end included. With ``changed`` held."""
         transfer.ended.add(rank)
         self._close_if_done(transfer)
-
-    @property
-    def _cp_rank(self) -> int:
-        return self.me.rank % self._shape.cp_size
 
     def _lane(self, push: Push, rank: int) -> _PushLane:
         target = LaneEnd(push.peer, push.peer_incarnation, rank)
@@ -308,7 +291,9 @@ class _PushLane:
     def _send_item(self, item: _Item) -> None:
         transfer = item.transfer
         if not item.blocks:
-            self._send(transfer, [encode_header(Header(transfer.key, is_end=True, ok=True))])
+            with self._owner.changed:
+                is_first = self._note_start(transfer)
+            self._send(transfer, [encode_header(Header(transfer.key, is_end=True, ok=True))], is_first=is_first)
             with self._owner.changed:
                 self._started.discard(transfer.key)
                 self._owner.note_ended(transfer, self._target.rank)
@@ -318,7 +303,8 @@ class _PushLane:
             self._owner.note_read(transfer)
             if transfer.reason is not None:
                 return
-        self._send(transfer, message)
+            is_first = self._note_start(transfer)  # in this turn: who gives it up from now on tells the target
+        self._send(transfer, message, is_first=is_first)
         with self._owner.changed:
             self._owner.note_sent(transfer, sum(t.nbytes for t in message))
 
@@ -339,11 +325,15 @@ class _PushLane:
         header = Header(transfer.key, is_end=False, layer=item.layer, num_items=num_items, body_bytes=len(body))
         return [encode_header(header), body]
 
-    def _send(self, transfer: _Transfer, message: list[torch.Tensor]) -> None:
+    def _note_start(self, transfer: _Transfer) -> bool:
+        """Whether nothing of this transfer was sent here before. With ``owner.changed`` held."""
+        is_first = transfer.key not in self._started
+        self._started.add(transfer.key)
+        return is_first
+
+    def _send(self, transfer: _Transfer, message: list[torch.Tensor], *, is_first: bool) -> None:
         """Send on the open lane, or on a new one if nothing of this transfer is on the old one."""
-        is_first_on_old = self._lane is not None and transfer.key not in self._started
-        with self._owner.changed:
-            self._started.add(transfer.key)
+        is_first_on_old = is_first and self._lane is not None
         try:
             self._send_now(message)
         except LaneClosed:

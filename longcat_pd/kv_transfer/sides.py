@@ -1,21 +1,44 @@
-"""The rank side of a hand-over as the step loop sees it: two small interfaces, implemented in ``lanes.py``.
+"""The rank side of a hand-over as the step loop sees it: two small interfaces, and what both sides share.
 
-All calls come from the rank's step thread and return at once; the work happens on lane threads. Results come back as
-``TransferClosed`` through the callback that the implementation was given, exactly one per transfer and rank, also for a
-rank that has nothing to send or to receive, and also after a cancel.
+``push.py`` and ``arrival.py`` implement them. All calls come from the rank's step thread and return at once; the work
+happens on lane threads. Results come back as ``TransferClosed`` through the callback that the implementation was given,
+exactly one per transfer and rank, also for a rank that has nothing to send or to receive, and also after a cancel.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
-from longcat_pd.kv_transfer.messages import Arrival, Push
+from longcat_pd.config.schema import TransferConfig
+from longcat_pd.kv_transfer.messages import Arrival, Push, TransferClosed
+
+Report = Callable[[TransferClosed], None]
+DigestMode = Literal["off", "sample", "all"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaneOptions:
+    """How lanes behave. ``timeout_s``: longest time without progress of a message."""
+
+    digest: DigestMode = "off"
+    timeout_s: float = 60.0
+    connect_timeout_s: float = 10.0
+
+    @classmethod
+    def of(cls, config: TransferConfig) -> LaneOptions:
+        """As configured."""
+        return cls(digest=config.digest, timeout_s=config.timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
 class LaneCounts:
-    """For the accounts: receives waiting for bytes, sends not yet handed to the wire, blocks of open arrivals."""
+    """For the accounts.
+
+    Receives waiting for bytes, sends not yet handed to the wire, blocks of arrivals that no sequence has adopted, and
+    blocks of sequences that have left their slot while a lane may still read them.
+    """
 
     posted: int = 0
     unsent: int = 0
@@ -36,6 +59,10 @@ class PushSide(Protocol):
         Called once for each layer of this stage and chunk, in order, right after the layer was computed. The last layer of
         this stage with ``is_last_chunk`` ends the transfer.
         """
+        ...
+
+    def retire(self, transfer_id: str) -> None:
+        """The sequence has left its slot: its blocks are in quarantine until the transfer closes. Ignored if it has."""
         ...
 
     def cancel(self, transfer_id: str) -> None:

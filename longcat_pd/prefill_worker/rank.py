@@ -8,7 +8,8 @@ from longcat_pd.engine.handover import Lanes
 from longcat_pd.engine.rank import run_rank
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.kv_transfer.process_group import GlooCaller
-from longcat_pd.kv_transfer.push import LaneOptions, PrefillShape, PushLanes, Report
+from longcat_pd.kv_transfer.push import PrefillShape, PushLanes
+from longcat_pd.kv_transfer.sides import LaneOptions, Report
 from longcat_pd.kv_transfer.transport import LaneEnd
 
 
@@ -18,9 +19,9 @@ def main(config: str) -> None:
 
 
 def push_lanes(spec: RankSpec, cache: KVCache, report: Report) -> Lanes:
-    """The lanes of this rank. Raises ConfigError for a transport that does not leave a process."""
+    """The lanes of this rank."""
     instance = spec.instance
     me = LaneEnd(instance.name, spec.incarnation, spec.rank)
     shape = PrefillShape(layers_per_stage=instance.parallel.layers_per_stage, cp_size=instance.parallel.cp_size)
-    options = LaneOptions.between_processes(instance.transfer)
+    options = LaneOptions.of(instance.transfer)
     return PushLanes(me, shape, cache=cache, caller=GlooCaller(me), options=options, report=report), None

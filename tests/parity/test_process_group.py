@@ -17,7 +17,8 @@ from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.kv_transfer.arrival import ArrivalLanes
 from longcat_pd.kv_transfer.messages import Arrival, Push
 from longcat_pd.kv_transfer.process_group import GlooCaller, GlooListener
-from longcat_pd.kv_transfer.push import LaneOptions, PrefillShape, PushLanes
+from longcat_pd.kv_transfer.push import PrefillShape, PushLanes
+from longcat_pd.kv_transfer.sides import LaneOptions
 from longcat_pd.kv_transfer.transport import LaneClosed, LaneEnd
 from longcat_pd.wire import pack
 from tests.unit.transfer_rig import BLOCK, CPU, Reports, spec

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from longcat_pd.kv_transfer.frames import HEADER_INTS, block_digest, decode_header
 from longcat_pd.kv_transfer.loopback import BlockFault, Message
-from longcat_pd.kv_transfer.push import LaneOptions
+from longcat_pd.kv_transfer.push import _PushLane
+from longcat_pd.kv_transfer.sides import LaneOptions
 from tests.unit.transfer_rig import BLOCK, Handover, Rig
 
 
@@ -298,6 +300,62 @@ def test_cancel_frees_at_once_and_tells_the_other_side(rigs: list[Rig]) -> None:
     assert [c.ok for c in rig.arrived.wait(4)[2:]] == [True, True]
     assert len(rig.pushed.wait(2)) == 2
     assert following.mismatches() == []
+
+
+def test_blocks_are_in_quarantine_from_the_end_of_their_slot_until_no_lane_reads_them(
+    rigs: list[Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(stages=(2,))
+    rigs.append(rig)
+    is_reading, may_go_on = threading.Event(), threading.Event()
+    stage = _PushLane._stage
+
+    def slow_stage(lane: _PushLane, item: Any) -> Any:
+        is_reading.set()
+        may_go_on.wait(5.0)
+        return stage(lane, item)
+
+    monkeypatch.setattr(_PushLane, "_stage", slow_stage)
+    handover = Handover(rig, "t", 4 * BLOCK)
+    handover.announce()
+    handover.begin()
+    pushing = rig.push[0]
+    pushing.push_layer("t", 0, 0, 4, is_last_chunk=False)
+    assert is_reading.wait(5.0)
+    rig.network.lose_peers()
+    pushing.cancel("t")  # a lane that gives up by itself does the same
+    assert pushing.counts().quarantined_blocks == 0, "they are the sequence's, and live, as long as it has its slot"
+    pushing.retire("t")
+    assert pushing.counts().quarantined_blocks == 4 and rig.pushed.all == []
+    may_go_on.set()
+    assert not rig.pushed.wait(1)[0].ok
+    assert pushing.counts().quarantined_blocks == 0
+    pushing.retire("t")
+
+
+def test_a_push_given_up_between_copy_and_send_sends_nothing_or_its_end(
+    rigs: list[Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(stages=(2,))
+    rigs.append(rig)
+    send = _PushLane._send
+
+    def late_send(lane: _PushLane, transfer: Any, message: Any, **options: Any) -> None:
+        lane._owner.cancel("t")
+        send(lane, transfer, message, **options)
+
+    monkeypatch.setattr(_PushLane, "_send", late_send)
+    handover = Handover(rig, "t", 4 * BLOCK)  # never announced: the decode side has ended it before it told its ranks
+    handover.begin()
+    rig.push[0].push_layer("t", 0, 0, 4, is_last_chunk=False)
+    assert not rig.pushed.wait(1)[0].ok
+    monkeypatch.setattr(_PushLane, "_send", send)
+    following = Handover(rig, "u", 4 * BLOCK, first_block_id=20)
+    following.announce()
+    following.begin()
+    following.compute()
+    assert rig.arrived.wait(1)[0].ok
+    assert rig.arrival[0]._early == {}
 
 
 def test_a_stopped_peer_ends_after_the_time_limit(rigs: list[Rig]) -> None:

@@ -79,6 +79,9 @@ class FakeLanes:
     def push_layer(self, transfer_id: str, layer: int, first_block: int, end_block: int, *, is_last_chunk: bool) -> None:
         self.calls.append(("push", transfer_id, layer, first_block, end_block, is_last_chunk))
 
+    def retire(self, transfer_id: str) -> None:
+        self.calls.append(("retire", transfer_id))
+
     def cancel(self, transfer_id: str) -> None:
         self.calls.append(("cancel", transfer_id))
 
@@ -215,7 +218,7 @@ def test_every_layer_of_every_chunk_leaves_once_right_after_it_was_computed() ->
         ("push", "t", 1, 2, 3, True),
     ]
     bench.run(cancel_push=("t",), retire=(0, 1))
-    assert bench.calls[-1] == ("cancel", "t")
+    assert bench.calls[-2:] == [("retire", "t"), ("cancel", "t")]
 
 
 def test_an_arrival_is_announced_then_adopted_or_dropped() -> None:

@@ -14,7 +14,8 @@ from longcat_pd.kv_transfer.arrival import ArrivalLanes
 from longcat_pd.kv_transfer.loopback import LoopbackNetwork
 from longcat_pd.kv_transfer.messages import Arrival, Push, TransferClosed
 from longcat_pd.kv_transfer.plan import TransferPlan
-from longcat_pd.kv_transfer.push import LaneOptions, PrefillShape, PushLanes
+from longcat_pd.kv_transfer.push import PrefillShape, PushLanes
+from longcat_pd.kv_transfer.sides import LaneOptions
 from longcat_pd.kv_transfer.transport import LaneEnd
 from longcat_pd.wire import pack
 
