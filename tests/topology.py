@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,21 +81,25 @@ def _is_all_free(worker: dict[str, Any]) -> bool:
 
 
 def cluster_file(folder: Path, checkpoint: Path, **sections: Any) -> Path:
-    """A cluster YAML with free ports. ``prefill`` and ``decode`` are ``parallel`` sections; others go in as they are."""
+    """A cluster YAML with free ports. ``prefill`` and ``decode`` are ``parallel`` sections; others go in as they are.
+
+    ``num_prefill`` and ``num_decode`` instances, at most ten of each.
+    """
     base = free_base(400)
+    counts = {"p": sections.pop("num_prefill", 1), "d": sections.pop("num_decode", 1)}
     engine = {"block_size": BLOCK, "max_num_seqs": 16, "num_blocks": 129, "max_model_len": 512}
     tree: dict[str, Any] = {
         "model": {"path": str(checkpoint)},
-        "load_balancer": {"port": base},
+        "load_balancer": {"port": base, **sections.pop("load_balancer_settings", {})},
         "prefill": {
             "parallel": sections.pop("prefill", {}),
             "engine": {**engine, "max_num_batched_tokens": CHUNK, **sections.pop("prefill_engine", {})},
-            "instances": [{"name": "p0", "http_port": base + 100}],
+            "instances": [{"name": f"p{i}", "http_port": base + 100 + 10 * i} for i in range(counts["p"])],
         },
         "decode": {
             "parallel": sections.pop("decode", {}),
             "engine": {**engine, **sections.pop("decode_engine", {})},
-            "instances": [{"name": "d0", "http_port": base + 200}],
+            "instances": [{"name": f"d{i}", "http_port": base + 200 + 10 * i} for i in range(counts["d"])],
         },
         **sections,
     }
@@ -105,8 +109,8 @@ def cluster_file(folder: Path, checkpoint: Path, **sections: Any) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def pools(config: ClusterConfig) -> AsyncIterator[Topology]:
-    """All instances of a cluster and its balancer, ready."""
+async def pools(config: ClusterConfig, *, entries: Mapping[str, str] | None = None) -> AsyncIterator[Topology]:
+    """All instances of a cluster and its balancer, ready. ``entries``: other entries of the rank processes, by role."""
     async with contextlib.AsyncExitStack() as stack:
         parts = {}
         starting = []
@@ -114,6 +118,7 @@ async def pools(config: ClusterConfig) -> AsyncIterator[Topology]:
             assert pool is not None
             for place in pool.instances:
                 entry, build = ROLES[role]
+                entry = (entries or {}).get(role, entry)
                 mine = make_parts(resolve.instance_spec(config, place.name), entry, MonotonicClock())
                 service, control = build(mine)
                 instance = PeeredInstance(mine.engine, control, mine.clock)
