@@ -63,6 +63,8 @@ INSTANCE_PORTS: Mapping[int, str] = {
 }
 DEVICE_PORTS = 10  # the first of the range that transports which listen take, one port for each device
 
+_SUPPORTED_DEVICES = ("cpu",)  # those with a row in the tables of operators and platforms, which need torch to be read
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
@@ -250,6 +252,10 @@ def _check_engine(role: Role, pool: PoolConfig, *, found: Findings) -> None:
 
 
 def _check_devices(config: ClusterConfig, found: Findings) -> None:
+    if config.device not in _SUPPORTED_DEVICES:
+        known = ", ".join(_SUPPORTED_DEVICES)
+        found.cross(["device"], f"device={config.device}: is not supported yet; one of {known}")
+        return
     for role, pool in pools(config):
         path, world = f"{role}.parallel", pool.parallel.world_size
         axes = ("pp_size", "cp_size") if role == "prefill" else ("dp_size", "kvp_size")

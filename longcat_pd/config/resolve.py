@@ -164,9 +164,6 @@ def _resolve(config: ClusterConfig, found: Findings) -> ClusterConfig:
             parallel = _resolved_parallel(role, pool.parallel, model=model, found=found)
             pool = dataclasses.replace(pool, parallel=parallel)
             engine = _resolved_engine(pool, config, model=model)
-            if not engine.num_blocks:
-                key = f"{role}.engine.num_blocks"
-                found.cross([key], f"{key}: must be given on device {config.device}; only on cpu it is found by itself")
             config = _with_pool(config, role, dataclasses.replace(pool, engine=engine))
         check_model(config, model, found=found)
         for role, pool in pools(config):
@@ -208,9 +205,9 @@ def _resolved_parallel(role: Role, parallel: ParallelConfig, *, model: ModelConf
 
 
 def _resolved_engine(pool: PoolConfig, config: ClusterConfig, *, model: ModelConfig) -> EngineConfig:
-    """On cpu blocks for ``max_num_seqs`` sequences of full length within CPU_CACHE_BYTES a rank, at least for one."""
+    """Blocks for ``max_num_seqs`` sequences of full length within CPU_CACHE_BYTES a rank, at least for one."""
     engine = dataclasses.replace(pool.engine, max_model_len=pool.engine.max_model_len or model.max_position_embeddings)
-    if engine.num_blocks or config.device != "cpu":
+    if engine.num_blocks:
         return engine
     whole = blocks_needed(engine.max_model_len, engine, num_shards=num_shards(pool.parallel))
     bytes_per_value = 4 if config.model.dtype == "float32" else 2

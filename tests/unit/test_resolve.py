@@ -204,6 +204,8 @@ def test_all_findings_come_at_once_each_with_its_key(cluster: Path) -> None:
         (["model=null"], "model.path: missing"),
         (["decode.instances.3.name=d3"], "--set decode.instances.3.name=d3: decode.instances is a list of 2"),
         (["device=tpu"], "device=tpu: must be one of cpu, cuda, npu"),
+        (["device=npu"], "device=npu: is not supported yet; one of cpu"),
+        (["device=cuda", "decode.engine.num_blocks=200"], "device=cuda: is not supported yet; one of cpu"),
         (["decode"], "--set decode: must be key.path=value"),
         (["decode.engine.num_blocks=[1"], "--set decode.engine.num_blocks=[1: the value is not YAML"),
     ],
@@ -265,6 +267,8 @@ def test_standalone_needs_no_file(cluster: Path) -> None:
     assert spec.peers == ()
     with pytest.raises(ConfigError, match=r"standalone\.engine\.block_size=0: must be at least 1"):
         standalone(checkpoint, ["engine.block_size=0"], host="127.0.0.1", port=8081)
+    with pytest.raises(ConfigError, match=r"standalone\.parallel\.pp_size=2: must be 1 in a standalone pool"):
+        standalone(checkpoint, ["parallel.pp_size=2"], host="127.0.0.1", port=8081)
 
 
 @pytest.mark.parametrize(
