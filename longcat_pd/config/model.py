@@ -257,6 +257,13 @@ class ModelConfig:
         """Columns of an n-gram table: H / B; 0 without n-gram embedding."""
         return self.hidden_size // self.over_embedding.num_tables if self.over_embedding else 0
 
+    def cached_widths(self, attention: int) -> dict[str, int]:
+        """What a token leaves in the cache of an attention sub-layer: kind of vector -> width, in the order of entries."""
+        widths = {"latent": self.kv_lora_rank, "rope": self.qk_rope_head_dim}
+        if self.indexer is not None and self.owns_index(attention):
+            widths["index"] = self.indexer.index_head_dim
+        return widths
+
     def owns_index(self, attention: int) -> bool:
         """Whether an attention sub-layer computes a selection (and caches index keys) or uses its predecessor's."""
         return self.indexer is not None and attention % self.indexer.cli_factor == 0

@@ -217,11 +217,8 @@ def _resolved_engine(pool: PoolConfig, config: ClusterConfig, *, model: ModelCon
 
 
 def cache_values(model: ModelConfig, num_layers: int) -> int:
-    """Cached numbers of one token in so many layers: latents and rope parts, and the index keys of those that own one."""
-    latents = 2 * num_layers * (model.kv_lora_rank + model.qk_rope_head_dim)
-    if model.indexer is None:
-        return latents
-    return latents + 2 * num_layers // model.indexer.cli_factor * model.indexer.index_head_dim
+    """Cached numbers of one token in so many layers."""
+    return sum(sum(model.cached_widths(attention).values()) for attention in range(2 * num_layers))
 
 
 def even_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:

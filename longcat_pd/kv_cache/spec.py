@@ -40,13 +40,14 @@ class CacheSpec:
     @classmethod
     def of(cls, config: ModelConfig, layers: range, dtype: torch.dtype) -> CacheSpec:
         """What ``layers`` of this checkpoint cache."""
-        entries = []
-        for attention in range(layers.start * ATTENTIONS_PER_LAYER, layers.stop * ATTENTIONS_PER_LAYER):
-            entries.append(CacheEntry(f"latent.{attention}", attention, config.kv_lora_rank, dtype))
-            entries.append(CacheEntry(f"rope.{attention}", attention, config.qk_rope_head_dim, dtype))
-            if config.indexer is not None and attention % config.indexer.cli_factor == 0:
-                entries.append(CacheEntry(f"index.{attention}", attention, config.indexer.index_head_dim, dtype))
-        return cls(tuple(entries))
+        attentions = range(layers.start * ATTENTIONS_PER_LAYER, layers.stop * ATTENTIONS_PER_LAYER)
+        return cls(
+            tuple(
+                CacheEntry(f"{kind}.{attention}", attention, width, dtype)
+                for attention in attentions
+                for kind, width in config.cached_widths(attention).items()
+            )
+        )
 
     @property
     def token_bytes(self) -> int:

@@ -65,13 +65,11 @@ def make_hello(spec: InstanceSpec, model: ModelConfig, identity: Identity) -> He
 
 def cache_entries(model: ModelConfig, dtype: str) -> tuple[tuple[str, int, str], ...]:
     """Name, width and data type of every cache entry; what ``CacheSpec`` says, for a process without torch."""
-    entries: list[tuple[str, int, str]] = []
-    for attention in range(2 * model.num_layers):
-        entries.append((f"latent.{attention}", model.kv_lora_rank, dtype))
-        entries.append((f"rope.{attention}", model.qk_rope_head_dim, dtype))
-        if model.indexer is not None and attention % model.indexer.cli_factor == 0:
-            entries.append((f"index.{attention}", model.indexer.index_head_dim, dtype))
-    return tuple(entries)
+    return tuple(
+        (f"{kind}.{attention}", width, dtype)
+        for attention in range(2 * model.num_layers)
+        for kind, width in model.cached_widths(attention).items()
+    )
 
 
 def fingerprint(*instances: Hello) -> str:

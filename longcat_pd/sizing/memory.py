@@ -71,9 +71,9 @@ def _rank_memory(rank: int, spec: InstanceSpec, *, model: ModelConfig, stages: l
     layers = stages[stage]
     width = DTYPE_BYTES[spec.model.dtype]
     cached_tokens = spec.engine.num_blocks * spec.engine.block_size
-    latents = 2 * len(layers) * (model.kv_lora_rank + model.qk_rope_head_dim)
-    owners = sum(model.owns_index(2 * layer + j) for layer in layers for j in (0, 1))
-    key_width = model.indexer.index_head_dim if model.indexer else 0
+    cached = [model.cached_widths(2 * layer + j) for layer in layers for j in (0, 1)]
+    index_keys = sum(widths.get("index", 0) for widths in cached)
+    latents = sum(sum(widths.values()) for widths in cached) - index_keys
     is_first, is_last = stage == 0, stage == spec.parallel.pp_size - 1
     return RankMemory(
         rank=rank,
@@ -81,7 +81,7 @@ def _rank_memory(rank: int, spec: InstanceSpec, *, model: ModelConfig, stages: l
             "weights": _weights(model, spec.parallel, num_layers=len(layers), ends=is_first + is_last, width=width),
             "n-gram tables": _tables(model) * width if is_first else 0,
             "cache": cached_tokens * latents * width,
-            "index keys": cached_tokens * owners * key_width * width,
+            "index keys": cached_tokens * index_keys * width,
             "workspace": _workspace(spec, model, width=width),
             "process": PROCESS_BYTES,
         },
