@@ -176,12 +176,12 @@ class Proxy:
     async def _relay(self, attempt: Attempt, client: Client, progress: Progress) -> None:
         """Pass the answer on. Raises LegFailed, before the first byte or after it."""
         first = await attempt.first()
-        progress.first_token = self._means.clock.now()
         self._note(first, progress)
-        if isinstance(first, Whole):
+        if isinstance(first, Whole):  # when its first token came is not to be seen from here
             await client.start(200, {**JSON_HEAD, "Content-Length": str(len(first.body))})
             await client.finish(first.body)
             return
+        progress.first_token = progress.last_sent
         if not client.is_started:
             await client.start(200, sse.HEADERS)
         await client.send(_raw(first))
@@ -313,7 +313,8 @@ def _prefill_facts(prefilled: Mapping[str, Any] | None) -> dict[str, Any]:
     """The figures of P's account that are numbers, under the names of the log."""
     if prefilled is None:
         return {}
-    timings = prefilled.get("timings_ms")
-    facts = {f"{name}_ms": value for name, value in timings.items()} if isinstance(timings, dict) else {}
+    given = prefilled.get("timings_ms")
+    timings = given if isinstance(given, dict) else {}
+    facts = {f"{name}_ms": timings.get(name) for name in ("queue", "prefill", "transfer")}
     facts["prompt"] = prefilled.get("prompt_tokens")
     return {name: round(value, 1) for name, value in facts.items() if isinstance(value, (int, float))}

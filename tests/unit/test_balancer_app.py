@@ -21,6 +21,7 @@ from tests.balancer_rig import (
     Rig,
     chunk,
     error,
+    good_stream,
     later,
     never,
     prefilled,
@@ -126,6 +127,20 @@ async def test_no_key_prompt_or_text_reaches_the_log() -> None:
     assert "invalid_value of a worker" not in lines, "a client's error quotes the request"
     about = [line for line in lines.splitlines() if "request=r-7" in line]
     assert [line.split()[2] for line in about] == ["leg_failed", "retry", "request_finished"]
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_a_finished_request_tells_what_can_be_seen_from_here(is_stream: bool) -> None:
+    out = io.StringIO()
+    log.set_up(stream=out)
+    rig = await Rig.make()
+    rig.script(p0=prefilled, d0=good_stream if is_stream else whole)
+    await rig.post({**BODY, "stream": is_stream}).end()
+    (line,) = [part for part in out.getvalue().splitlines() if "request_finished" in part]
+    assert "finish=stop" in line and "pair=p0,d0 attempt=1" in line and "queue_ms=1 prefill_ms=2.5 prompt=3" in line
+    text = (await rig.get("/metrics")).body.decode()
+    first = 'longcat_pd_first_token_seconds_count{instance="lb",role="load_balancer"} '
+    assert ("ttft_ms=" in line) == is_stream and f"{first}{float(is_stream)}" in text
 
 
 async def test_each_request_has_one_line_at_its_end() -> None:
