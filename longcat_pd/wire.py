@@ -43,7 +43,7 @@ def _set_up(
     socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)  # a peer that starts is greeted before it loads weights
     if pattern == "router":
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else a message to an absent peer vanishes in silence
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted peer takes over its name

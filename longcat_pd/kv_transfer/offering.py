@@ -6,6 +6,7 @@ Owns the sockets and the transfers that are open. Knows nothing of the engine: a
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -102,12 +103,13 @@ class _Peer:
     link: Link
     socket: ControlSocket
     transfers: dict[str, OutgoingTransfer] = field(default_factory=dict)
-    has_greeted: bool = False  # and not been answered yet
+    greeted_at: float = -math.inf
 
-    def greet(self, hello: Hello) -> None:
-        """Say who we are; the answer is a greeting too."""
-        self.has_greeted = True
-        self.send(hello)
+    def greet(self, hello: Hello, now: float) -> None:
+        """Say who we are; the answer is a greeting too. Once for each heartbeat, or the two would never fall silent."""
+        if now - self.greeted_at >= HEARTBEAT_S:
+            self.greeted_at = now
+            self.send(hello)
 
     def send(self, message: ControlMessage) -> None:
         """To a peer that is away: silence ends what waits for an answer."""
@@ -229,7 +231,7 @@ class Offering:
                 if is_up:
                     peer.send(beat)
                 else:
-                    peer.greet(self._hello)
+                    peer.greet(self._hello, now)
             before = now
             await self._clock.sleep(HEARTBEAT_S)
 
@@ -246,15 +248,13 @@ class Offering:
     def _heard(self, peer: _Peer, message: ControlMessage) -> None:
         if isinstance(message, Hello):
             self.news.set()
-            is_answer, peer.has_greeted = peer.has_greeted, False
             if peer.link.greeted(message):
                 self._void(peer, f"{peer.link.name} was started again")
-            if not is_answer:  # it does not know this socket (any more): another one took our name, or it has a new life
-                peer.greet(self._hello)
+            peer.greet(self._hello, self._clock.now())  # if this is no answer, it does not know our socket (any more)
             return
         if isinstance(message, Beat):
             if not peer.link.beat(message.incarnation):
-                peer.greet(self._hello)
+                peer.greet(self._hello, self._clock.now())
             return
         transfer = peer.transfers.get(message.transfer_id)
         if transfer is not None:

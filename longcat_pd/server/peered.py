@@ -64,12 +64,13 @@ class PeeredInstance:
         self._links = asyncio.get_running_loop().create_task(self._control.run())
         with suppress(TimeoutError):
             await self._clock.within(GREETING_S, self._all_have_greeted())
+        self._raise_misfits()
         misfit = asyncio.ensure_future(self._first_misfit())
         ranks = asyncio.ensure_future(self._engine.start())
         try:
             await asyncio.wait({misfit, ranks}, return_when=asyncio.FIRST_COMPLETED)
             if misfit.done():
-                raise misfit.result()
+                misfit.result()
             await ranks
         finally:
             misfit.cancel()
@@ -100,16 +101,19 @@ class PeeredInstance:
         while any(link.theirs is None for link in self._control.links()):
             await self._next_news()
 
-    async def _first_misfit(self) -> ConfigError:
+    async def _first_misfit(self) -> None:
         while True:
-            lines = [
-                f"peer {link.name}: {m.field} differs: prefill {m.prefill}, decode {m.decode}"
-                for link in self._control.links()
-                for m in link.mismatch
-            ]
-            if lines:
-                return ConfigError("\n".join(lines))
             await self._next_news()
+            self._raise_misfits()
+
+    def _raise_misfits(self) -> None:
+        lines = [
+            f"peer {link.name}: {m.field} differs: prefill {m.prefill}, decode {m.decode}"
+            for link in self._control.links()
+            for m in link.mismatch
+        ]
+        if lines:
+            raise ConfigError("\n".join(lines))
 
     async def _next_news(self) -> None:
         await self._control.news.wait()

@@ -44,6 +44,7 @@ class Pencil:
     silent: set[int] = field(default_factory=set)
     miscount: dict[int, int] = field(default_factory=dict)  # by rank: live blocks that it reports wrongly
     fault_at: int = 0
+    is_started: bool = False
     is_closed: bool = False
     _on_closed: OnClosed = lambda event: None
     _on_failure: OnFailure = lambda error: None
@@ -51,7 +52,7 @@ class Pencil:
     # -- the protocol
 
     async def start(self, on_closed: OnClosed, on_failure: OnFailure) -> tuple[RankReady, ...]:
-        self._on_closed, self._on_failure = on_closed, on_failure
+        self._on_closed, self._on_failure, self.is_started = on_closed, on_failure, True
         return tuple(
             RankReady(
                 rank=r, load_s=0.0, weight_bytes=0, num_blocks=self.config.num_blocks, cache_entries=(),

@@ -55,6 +55,7 @@ async def test_a_peer_that_does_not_fit_ends_a_start() -> None:
     instance, starting = await start(pair)
     with pytest.raises(ConfigError, match="peer d0: block_size differs: prefill 4, decode 8"):
         await starting
+    assert not pair.p_pencil.is_started, "before weights are loaded"
     await end(pair, instance)
 
 
