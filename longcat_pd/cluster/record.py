@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,4 +76,7 @@ class RunFolder:
 def last_lines(log: str | Path, count: int) -> Sequence[str]:
     """The end of a log; nothing if there is none."""
     path = Path(log)
-    return path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:] if path.is_file() else []
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        return [line.rstrip("\n") for line in deque(lines, maxlen=count)]

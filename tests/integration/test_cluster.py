@@ -168,6 +168,8 @@ def test_a_service_that_ends_ends_the_start_and_all_others(run: Runner) -> None:
     assert log.is_file()
     run.scripts["d0"] = run.scripts["balancer"] = SERVICE
     assert run("start") == 0, "the same command works afterwards"
+    assert "block_size differs" in (run.folder.path / "d0.log.1").read_text(), "and the log of the failure is still there"
+    assert "block_size differs" not in (run.folder.path / "d0.log").read_text()
 
 
 def test_a_start_that_takes_too_long_is_ended(run: Runner) -> None:
