@@ -13,7 +13,7 @@ from longcat_pd.kv_transfer.process_group import GlooListener
 from longcat_pd.kv_transfer.sides import LaneOptions, Report
 from longcat_pd.kv_transfer.transport import LaneEnd
 
-_STORE_TIMEOUT_S = 60.0  # rank 0 serves the store; the others may be here before it
+_STORE_TIMEOUT_S = 1800.0  # rank 0 serves the store and may have more to load; the driver's own limit ends a start
 
 
 def main(config: str) -> None:

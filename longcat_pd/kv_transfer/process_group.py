@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import DistStoreError, PrefixStore, ProcessGroupGloo, TCPStore, Work  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, ProcessGroupGloo, TCPStore, Work  # type: ignore[attr-defined]
 
 from longcat_pd.kv_transfer.transport import LaneClosed, LaneEnd, LaneTimeout
 from longcat_pd.wire import MalformedRecord, from_json, to_json
@@ -24,6 +24,7 @@ _DATA_TAG, _CLOSING_TAG = 0, 1
 _FOREVER = timedelta(days=365)
 _CLOSING = timedelta(milliseconds=1)
 _GOODBYE = "-"
+_GOODBYE_LIMIT_S = 1.0
 
 
 def _translate(error: RuntimeError) -> LaneClosed | LaneTimeout:
@@ -166,14 +167,14 @@ class GlooListener:
     Args:
         me: this rank; rank 0 serves the store for all ranks of its instance.
         address: where the store is served; port 0 (rank 0 alone) takes a free one.
-        timeout_s: how long to wait for rank 0.
+        timeout_s: how long to wait until rank 0 serves it.
     """
 
     def __init__(self, me: LaneEnd, address: tuple[str, int], timeout_s: float) -> None:
         self._me = me
         self._server = _connect(address, timeout_s, serve=True) if me.rank == 0 else None
         self.address = address if self._server is None else (address[0], self._server.port)
-        self._timeout_s = timeout_s
+        self._is_over = False
         self._waiting = _connect(self.address, timeout_s)  # a connection serves one wait at a time
         self._next = 1
 
@@ -185,8 +186,9 @@ class GlooListener:
                 self._waiting.wait([key], _FOREVER)
                 text = self._waiting.get(key)
                 self._waiting.delete_key(key)
-            except DistStoreError:
-                return None  # the store went with rank 0: the instance ends
+            except DistError:  # the store went with rank 0: the instance ends
+                self._is_over = True
+                return None
             self._next += 1
             if text == _GOODBYE.encode():
                 return None
@@ -198,9 +200,11 @@ class GlooListener:
                 return GlooCall(record, self.address)
 
     def close(self) -> None:
-        """A call that means the end."""
+        """A call that means the end. If the store is gone, so is the wait."""
+        if self._is_over:
+            return
         try:
-            store = _connect(self.address, self._timeout_s)
+            store = _connect(self.address, _GOODBYE_LIMIT_S)
             store.set(_call_key(self._me.rank, store.add(_count_key(self._me.rank), 1)), _GOODBYE)
         except (RuntimeError, LaneClosed):
-            return  # the store is gone, and with it the wait
+            return

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -251,3 +252,26 @@ def test_close_ends_every_thread() -> None:
     side.lanes.close()
     assert threading.active_count() == before
     prefill.end()
+
+
+def _serve(port: Connection) -> None:
+    port.send(GlooListener(LaneEnd("d0", "d", 0), ("127.0.0.1", 0), 5.0).address)
+    threading.Event().wait()
+
+
+def test_a_listener_ends_at_once_when_the_store_is_gone() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    server = multiprocessing.get_context("forkserver").Process(target=_serve, args=(theirs,))
+    server.start()
+    assert ours.poll(30.0)
+    listener = GlooListener(LaneEnd("d0", "d", 1), ours.recv(), 5.0)
+    calls: list[object] = []
+    waiting = threading.Thread(target=lambda: calls.append(listener.next_call()))
+    waiting.start()
+    server.kill()
+    waiting.join(5.0)
+    assert calls == [None]
+    began = time.monotonic()
+    listener.close()
+    assert time.monotonic() - began < 1.0
+    server.join()
