@@ -51,8 +51,10 @@ class Children:
         self._handles: dict[Process, subprocess.Popen[bytes]] = {}
 
     def launch(self, name: str, command: Sequence[str], *, log: Path, ready_url: str) -> Process:
-        """Start a command in a session of its own, all output into a new file ``log``. The one before stays, as ``….log.1``:
-        who starts again after a crash still wants to know why."""
+        """Start a command in a session of its own, all output into a new file ``log``.
+
+        The one before stays, as ``….log.1``: who starts again after a crash still wants to know why.
+        """
         if log.exists():
             log.replace(f"{log}.1")
         with log.open("wb") as output:
