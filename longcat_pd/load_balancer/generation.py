@@ -56,7 +56,7 @@ class Generation(Response):
         face.check_client(request)
         with face.gate.enter() as cuts, face.means.metrics.http.inflight_requests.track_inprogress():
             limit_s = time_limit_of(request, face.config.request_timeout_s)
-            body = await read_bytes(request, face.config.max_body_bytes)
+            body = await self._body(request, limit_s)
             checked = read_body(request.url.path, decode_body(body), face.served.name)
             call = Call(
                 route=request.url.path,
@@ -69,6 +69,13 @@ class Generation(Response):
             progress = await face.proxy.serve(call, _AsgiClient(send), gone=_gone(receive), cuts=cuts)
         if progress.cut_by == "client":
             raise ClientGone
+
+    async def _body(self, request: Request, limit_s: float) -> bytes:
+        """The request's time counts from its arrival: one whose body does not come does not hold a place for ever."""
+        try:
+            return await self._face.means.clock.within(limit_s, read_bytes(request, self._face.config.max_body_bytes))
+        except TimeoutError:
+            raise DeadlineExceeded("the body did not come within the time of the request") from None
 
 
 class _AsgiClient:
