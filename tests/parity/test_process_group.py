@@ -255,7 +255,8 @@ def test_close_ends_every_thread() -> None:
 
 
 def _serve(port: Connection) -> None:
-    port.send(GlooListener(LaneEnd("d0", "d", 0), ("127.0.0.1", 0), 5.0).address)
+    listener = GlooListener(LaneEnd("d0", "d", 0), ("127.0.0.1", 0), 5.0)
+    port.send(listener.address)
     threading.Event().wait()
 
 
