@@ -19,7 +19,7 @@ from pathlib import Path
 
 from longcat_pd.bench import client, report
 from longcat_pd.bench.report import Row
-from longcat_pd.bench.servers import Served, cluster, engine, make_checkpoint, resident_mib
+from longcat_pd.bench.servers import Served, cluster, cpu_share, engine, make_checkpoint, resident_mib
 
 CHAT_SIZES = ("hidden_size=256", "num_layers=4", "ffn_hidden_size=512", "expert_ffn_hidden_size=128", "n_routed_experts=24")
 PAIR = """
@@ -35,7 +35,9 @@ decode:
   instances: [{name: d0, http_port: %d}]
 """
 ENGINE = ("engine.block_size=16", "engine.max_num_batched_tokens=256", "engine.max_num_seqs=16")
-ENGINE_PORT = 24181
+BALANCER_PORT, PREFILL_PORT, DECODE_PORT, ENGINE_PORT = 24081, 24200, 24300, 24181
+TRANSFER_COUNTERS = ("longcat_pd_transfer_bytes_total", "longcat_pd_transfer_early_bytes_total")
+IDLE_S = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,27 +58,65 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def pair_rows(folder: Path, *, rounds: int) -> Iterator[Row]:
-    """First-token time, start-up and memory of two topologies, each beside one engine with the same checkpoint."""
+    """Two topologies, each beside one engine with the same checkpoint."""
     model = make_checkpoint(folder / "tiny-2.0", "2.0", dtype="float32")
     for pp, cp, kvp in ((1, 1, 1), (2, 2, 2)):
         config = folder / f"pair-{pp}x{cp}-{kvp}.yaml"
-        config.write_text(PAIR % (model, pp, cp, 24200, kvp, kvp, 24300), encoding="utf-8")
+        config.write_text(PAIR % (model, pp, cp, PREFILL_PORT, kvp, kvp, DECODE_PORT), encoding="utf-8")
         name = f"P(pp {pp} x cp {cp}) + D(kvp {kvp})"
         with ExitStack() as stack:
             alone = stack.enter_context(engine(model, ENGINE_PORT, folder=folder, settings=ENGINE))
             pair = stack.enter_context(cluster(config, root=folder))
-            for length in (32, 256):
-                urls = {"pair": pair.url, "alone": alone.url}
-                times = asyncio.run(client.alternate(urls, length=length, rounds=rounds))
-                yield Row(
-                    what=f"first token, prompt {length}, {name}",
-                    ours=f"{times['pair'] * 1000:.1f} ms",
-                    other=f"one engine {times['alone'] * 1000:.1f} ms",
-                    ratio=times["pair"] / times["alone"],
-                    goal="≤ 1.25" if (pp, cp, kvp) == (1, 1, 1) else "",
+            urls = {"pair": pair.url, "alone": alone.url}
+            for length in (32, 256, 1024):
+                times = asyncio.run(client.first_tokens_s(urls, length=length, rounds=rounds))
+                yield compared(
+                    f"first token, prompt {length}, {name}", times["pair"], times["alone"], unit="ms", goal="≤ 1.25"
                 )
+            yield _early_row(name)
+            rates = [asyncio.run(_rates(urls, seed=seed)) for seed in range(4)][1:]
+            ours, other = [rate["pair"] for rate in rates], [rate["alone"] for rate in rates]
+            yield compared(f"output tokens/s, 4 at once, {name}", ours, other, unit="", goal="")
             yield Row(what=f"start until ready, {name}", ours=f"{pair.start_s:.1f} s", goal="≤ 60 s")
             yield from _memory_rows(name, pair)
+            yield _idle_row(name, pair)
+
+
+def compared(
+    what: str, ours: Sequence[float], other: Sequence[float], *, unit: str, goal: str, them: str = "one engine"
+) -> Row:
+    """Medians, and the median of the ratios of what was measured in turn: a burst of other load hits both of a turn."""
+    factor, digits = (1000, 1) if unit else (1, 0)
+    shown = [f"{statistics.median(values) * factor:.{digits}f} {unit}".strip() for values in (ours, other)]
+    ratio = statistics.median(a / b for a, b in zip(ours, other, strict=True))
+    return Row(what=what, ours=shown[0], other=f"{them} {shown[1]}", ratio=ratio, goal=goal)
+
+
+async def _rates(urls: dict[str, str], *, seed: int) -> dict[str, float]:
+    return {name: await client.output_rate(url, batch=4, length=32, num_tokens=32, seed=seed) for name, url in urls.items()}
+
+
+def _early_row(name: str) -> Row:
+    """Of the bytes of a prompt of four chunks, how many had left before its last layer was computed."""
+    url = f"http://127.0.0.1:{PREFILL_PORT}"
+
+    async def measure() -> float:
+        sent, early = [[await client.counter(url, metric)] for metric in TRANSFER_COUNTERS]
+        watch = client.Watch(f"http://127.0.0.1:{BALANCER_PORT}")
+        for seed in range(5):
+            await watch.first_token_s(client.prompt(1024, seed=100 + seed))
+        watch.close()
+        for counts, metric in zip((sent, early), TRANSFER_COUNTERS, strict=True):
+            counts.append(await client.counter(url, metric))
+        return (early[1] - early[0]) / (sent[1] - sent[0])
+
+    share = asyncio.run(measure())
+    return Row(what=f"cache bytes sent before prefill's last layer, 4 chunks, {name}", ours=f"{share:.0%}", goal="≥ 80 %")
+
+
+def _idle_row(name: str, served: Served) -> Row:
+    used = cpu_share(list(served.pids.values()), IDLE_S)
+    return Row(what=f"processor time without requests, {name}", ours=f"{used:.1%} of a core", goal="< 3 %")
 
 
 def _memory_rows(name: str, served: Served) -> Iterator[Row]:
@@ -101,23 +141,14 @@ def rate_rows(folder: Path, *, num_tokens: int) -> Iterator[Row]:
         )
         for batch in (1, 8):
             ours, theirs = [], []
-            for seed in range(4):
-                ours.append(asyncio.run(_our_rate(alone.url, batch=batch, num_tokens=num_tokens, seed=seed)))
+            for seed in range(6):
+                rate = client.output_rate(alone.url, batch=batch, length=32, num_tokens=num_tokens, seed=seed)
+                ours.append(asyncio.run(rate))
                 theirs.append(_their_rate(judge, f"{batch} 32 {num_tokens} {seed}"))
-            mine, other = statistics.median(ours[1:]), statistics.median(theirs[1:])
-            yield Row(
-                what=f"output tokens/s, chat, batch {batch}",
-                ours=f"{mine:.0f}",
-                other=f"transformers generate {other:.0f}",
-                ratio=mine / other,
-            )
+            what = f"output tokens/s, chat, batch {batch}"
+            yield compared(what, ours[1:], theirs[1:], unit="", goal="≥ 1", them="transformers generate")
         assert judge.stdin is not None
         judge.stdin.close()
-
-
-async def _our_rate(url: str, *, batch: int, num_tokens: int, seed: int) -> float:
-    async with client.client() as http:
-        return await client.output_rate(http, url, batch=batch, length=32, num_tokens=num_tokens, seed=seed)
 
 
 def _their_rate(judge: subprocess.Popen[str], order: str) -> float:

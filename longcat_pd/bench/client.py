@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
-import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
 FIRST_ID = 300  # above the special tokens and single bytes of a small tokenizer
+NUM_WARM_UP = 3
 
 
 def prompt(length: int, *, seed: int, vocab_size: int = 1024) -> list[int]:
@@ -25,42 +27,71 @@ def client() -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=300.0, trust_env=False)
 
 
-async def first_token_s(http: httpx.AsyncClient, url: str, ids: Sequence[int]) -> float:
-    """Seconds from sending a request to its first event."""
-    began = time.perf_counter()
-    async with http.stream("POST", f"{url}/v1/completions", json=_body(ids, max_tokens=2, stream=True)) as response:
-        await _expect_ok(response)
-        took = 0.0
-        async for line in response.aiter_lines():
-            if line.startswith("data:") and not took:
-                took = time.perf_counter() - began
-    return took
+class Watch:
+    """One connection that times streams. Written by hand: a client library takes as long as some of what is measured."""
+
+    def __init__(self, url: str) -> None:
+        self._host, self._port = urlsplit(url).hostname, urlsplit(url).port
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def first_token_s(self, ids: Sequence[int], *, max_tokens: int = 2) -> float:
+        """Seconds from sending a request to its first event; returns when the whole answer is here."""
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(self._host, self._port)
+        reader, writer = self._streams
+        body = json.dumps(_body(ids, max_tokens=max_tokens, stream=True)).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
+        began = time.perf_counter()
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        status = await reader.readuntil(b"\r\n\r\n")
+        assert status.startswith(b"HTTP/1.1 200"), status + await reader.read(1000)
+        await reader.readuntil(b"data:")
+        took = time.perf_counter() - began
+        await reader.readuntil(b"\r\n0\r\n\r\n")  # the end of a body in chunks
+        return took
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._streams is not None:
+            self._streams[1].close()
 
 
-async def output_rate(http: httpx.AsyncClient, url: str, *, batch: int, length: int, num_tokens: int, seed: int) -> float:
-    """Output tokens per second of ``batch`` requests that start together and run to ``num_tokens`` each."""
-
-    async def one(number: int) -> int:
-        ids = prompt(length, seed=seed * 1000 + number)
-        response = await http.post(f"{url}/v1/completions", json=_body(ids, max_tokens=num_tokens, stream=False))
-        await _expect_ok(response)
-        return int(response.json()["usage"]["completion_tokens"])
-
-    began = time.perf_counter()
-    counts = await asyncio.gather(*(one(number) for number in range(batch)))
-    return sum(counts) / (time.perf_counter() - began)
-
-
-async def alternate(urls: dict[str, str], *, length: int, rounds: int) -> dict[str, float]:
-    """Median first-token seconds of each server, asked in turn with the same prompts, one request at a time."""
+async def first_tokens_s(urls: dict[str, str], *, length: int, rounds: int) -> dict[str, list[float]]:
+    """First-token seconds of each server, asked in turn with the same prompts, one request at a time."""
+    watches = {name: Watch(url) for name, url in urls.items()}
     times: dict[str, list[float]] = {name: [] for name in urls}
+    for number in range(NUM_WARM_UP + rounds):
+        for name, watch in watches.items():
+            took = await watch.first_token_s(prompt(length, seed=number))
+            if number >= NUM_WARM_UP:
+                times[name].append(took)
+    for watch in watches.values():
+        watch.close()
+    return times
+
+
+async def output_rate(url: str, *, batch: int, length: int, num_tokens: int, seed: int) -> float:
+    """Output tokens per second of ``batch`` requests that start together and run to ``num_tokens`` each."""
     async with client() as http:
-        for number in range(rounds + 3):
-            for name, url in urls.items():
-                took = await first_token_s(http, url, prompt(length, seed=number))
-                if number >= 3:  # the first ones warm up
-                    times[name].append(took)
-    return {name: statistics.median(values) for name, values in times.items()}
+
+        async def one(number: int) -> int:
+            ids = prompt(length, seed=seed * 1000 + number)
+            response = await http.post(f"{url}/v1/completions", json=_body(ids, max_tokens=num_tokens, stream=False))
+            response.raise_for_status()
+            return int(response.json()["usage"]["completion_tokens"])
+
+        began = time.perf_counter()
+        counts = await asyncio.gather(*(one(number) for number in range(batch)))
+        return sum(counts) / (time.perf_counter() - began)
+
+
+async def counter(url: str, name: str) -> float:
+    """A counter of a server's `/metrics`, all its labels together; 0 if it has not counted yet."""
+    async with client() as http:
+        response = await http.get(f"{url}/metrics")
+        response.raise_for_status()
+    lines = [line for line in response.text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 def _body(ids: Sequence[int], *, max_tokens: int, stream: bool) -> dict[str, Any]:
@@ -72,9 +103,3 @@ def _body(ids: Sequence[int], *, max_tokens: int, stream: bool) -> dict[str, Any
         "ignore_eos": True,
         "stream": stream,
     }
-
-
-async def _expect_ok(response: httpx.Response) -> None:
-    if response.status_code != httpx.codes.OK:
-        await response.aread()
-        raise httpx.HTTPStatusError(f"{response.status_code}: {response.text}", request=response.request, response=response)

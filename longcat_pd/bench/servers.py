@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -94,16 +95,41 @@ def _wait_until_ready(url: str, process: subprocess.Popen[bytes], *, log: Path) 
 
 def resident_mib(pid: int) -> dict[str, float]:
     """Memory of a process and of every process below it, in MiB: shared pages counted once, by halves and thirds (PSS)."""
+    children = _children()
+    own, below = _pss_mib(pid), [_pss_mib(child) for child in _descendants(pid, children)]
+    return {"driver": own, "ranks": sum(below), "processes": 1 + len(below)}
+
+
+def cpu_share(pids: Sequence[int], seconds: float) -> float:
+    """Cores that these processes and all below them keep busy, watched for so long."""
+    children = _children()
+    everybody = [p for pid in pids for p in (pid, *_descendants(pid, children))]
+    before = sum(_cpu_s(pid) for pid in everybody)
+    threading.Event().wait(seconds)
+    return (sum(_cpu_s(pid) for pid in everybody) - before) / seconds
+
+
+def _children() -> dict[int, list[int]]:
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rsplit(")", 1)[1].split()
+                parent = int(_stat(entry)[1])
             except OSError:  # it has ended
                 continue
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    own, below = _pss_mib(pid), [_pss_mib(child) for child in _descendants(pid, children)]
-    return {"driver": own, "ranks": sum(below), "processes": 1 + len(below)}
+            children.setdefault(parent, []).append(int(entry.name))
+    return children
+
+
+def _stat(folder: Path) -> list[str]:
+    """Fields of /proc/PID/stat behind the name: state, parent, ..."""
+    return (folder / "stat").read_text(encoding="utf-8", errors="replace").rsplit(")", 1)[1].split()
+
+
+def _cpu_s(pid: int) -> float:
+    """Seconds of all threads: exact to a nanosecond, where the stat file counts ticks."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text(encoding="ascii").split()[0]) for thread in threads) / 1e9
 
 
 def _descendants(pid: int, children: dict[int, list[int]]) -> Iterator[int]:
