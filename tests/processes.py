@@ -79,6 +79,16 @@ class Processes:
             assert self._children.exit_status(life) is not None, f"{life.name} was killed"
 
 
+def ranks_of(driver: Process) -> list[int]:
+    """Ids of its rank processes by rank: the children of its forkserver, which is a child of the driver."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            text = stat.read_text(encoding="utf-8", errors="replace")
+            parents[int(stat.parent.name)] = int(text[text.rindex(")") + 2 :].split()[1])
+    return sorted(pid for pid, parent in parents.items() if parents.get(parent) == driver.pid)
+
+
 async def ready(url: str, client: httpx.AsyncClient, seconds: float = READY_S) -> None:
     """Wait until /ready of ``url`` says yes."""
     until = time.monotonic() + seconds
