@@ -14,7 +14,6 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 R = TypeVar("R")
 
@@ -36,9 +35,7 @@ class Unsendable(ConnectionError):
     """The message cannot leave now: no such peer is connected, or it has stopped reading."""
 
 
-def _set_up(
-    socket: zmq.Socket[bytes] | zmq.asyncio.Socket, pattern: Pattern, endpoint: str, *, bind: bool, identity: bytes
-) -> None:
+def _set_up(socket: zmq.Socket[bytes], pattern: Pattern, endpoint: str, *, bind: bool, identity: bytes) -> None:
     socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
@@ -55,7 +52,7 @@ def _set_up(
         socket.connect(endpoint)
 
 
-def _last_endpoint(socket: zmq.Socket[bytes] | zmq.asyncio.Socket) -> str:
+def _last_endpoint(socket: zmq.Socket[bytes]) -> str:
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)
     return endpoint.rstrip(b"\0").decode()
@@ -64,7 +61,8 @@ def _last_endpoint(socket: zmq.Socket[bytes] | zmq.asyncio.Socket) -> str:
 class AsyncSocket:
     """A socket of an event loop. ``send`` never waits; ``recv`` is cancellable.
 
-    A ROUTER's messages begin with the identity of the peer, both ways.
+    A ROUTER's messages begin with the identity of the peer, both ways. One task receives. Not ``zmq.asyncio``: its futures
+    cost a message three times as long as the message itself.
 
     Args:
         pattern: router, dealer, push or pull.
@@ -80,7 +78,9 @@ class AsyncSocket:
     def __init__(
         self, pattern: Pattern, endpoint: str, *, bind: bool, identity: bytes = b"", linger_s: float = 0.0
     ) -> None:
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
+        self._waiting: asyncio.Future[None] | None = None  # of the task in ``recv``
+        self._loop: asyncio.AbstractEventLoop | None = None  # that watches the socket
         self._linger_ms = int(linger_s * 1000)
         self._socket = self._context.socket(_KINDS[pattern])
         try:
@@ -96,20 +96,45 @@ class AsyncSocket:
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Hand one message to ZeroMQ. Raises Unsendable."""
-        sent = self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
-        assert isinstance(sent, asyncio.Future)  # with NOBLOCK it is done on return
         try:
-            sent.result()
+            self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
             raise Unsendable(str(error)) from error
+        finally:
+            if self._waiting is not None:  # sending may have taken the signal that something has come
+                self._look()
 
     async def recv(self) -> list[bytes]:
         """Wait for the next message."""
-        return await self._socket.recv_multipart()
+        assert self._waiting is None, "one task receives"
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._socket.fileno(), self._look)
+        while True:
+            try:
+                return self._socket.recv_multipart(flags=zmq.NOBLOCK)
+            except zmq.Again:
+                self._waiting = self._loop.create_future()
+            try:
+                await self._waiting
+            finally:
+                self._waiting = None
 
     def close(self) -> None:
         """Close; a waiting ``recv`` is cancelled."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket.fileno())
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
         self._context.destroy(linger=self._linger_ms)
+
+    def _look(self) -> None:
+        """Wake the receiver if something has come. ZeroMQ signals changes only; asking for the state takes the signal."""
+        events = self._socket.getsockopt(zmq.EVENTS)
+        assert isinstance(events, int)
+        if events & zmq.POLLIN and self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
 
 class BlockingSocket:

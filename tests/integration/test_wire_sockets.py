@@ -1,0 +1,74 @@
+"""Sockets of an event loop: no message is overlooked, whatever else the socket does at that moment."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from longcat_pd.wire import AsyncSocket, BlockingSocket, Unsendable
+
+LIMIT_S = 5.0
+
+
+@pytest.fixture
+def peer() -> Iterator[BlockingSocket]:
+    socket = BlockingSocket("dealer", "tcp://127.0.0.1:*", bind=True)
+    yield socket
+    socket.close()
+
+
+async def connected(peer: BlockingSocket) -> AsyncSocket:
+    mine = AsyncSocket("dealer", peer.endpoint, bind=False)
+    mine.send([b"hello"])
+    assert await asyncio.to_thread(peer.recv, LIMIT_S) == [b"hello"]
+    return mine
+
+
+async def test_sending_does_not_swallow_the_signal_of_a_message(peer: BlockingSocket) -> None:
+    mine = await connected(peer)
+    for number in range(20):
+        receiving = asyncio.ensure_future(mine.recv())
+        await asyncio.sleep(0)
+        peer.send([b"%d" % number])
+        threading.Event().wait(0.01)  # it is here, and the loop has not looked
+        mine.send([b"meanwhile"])
+        assert await asyncio.wait_for(receiving, LIMIT_S) == [b"%d" % number]
+    mine.close()
+
+
+async def test_messages_that_came_together_are_all_received(peer: BlockingSocket) -> None:
+    mine = await connected(peer)
+    for number in range(100):
+        peer.send([b"a", b"%d" % number])
+    assert [await asyncio.wait_for(mine.recv(), LIMIT_S) for _ in range(100)] == [[b"a", b"%d" % n] for n in range(100)]
+    mine.close()
+
+
+async def test_a_cancelled_wait_loses_nothing(peer: BlockingSocket) -> None:
+    mine = await connected(peer)
+    for number in range(20):
+        receiving = asyncio.ensure_future(mine.recv())
+        await asyncio.sleep(0)
+        peer.send([b"%d" % number])
+        threading.Event().wait(0.005)
+        await asyncio.sleep(0)
+        if not receiving.done():
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+        got = await asyncio.wait_for(mine.recv(), LIMIT_S) if receiving.cancelled() else receiving.result()
+        assert got == [b"%d" % number]
+    mine.close()
+
+
+async def test_closing_ends_the_wait_and_sending(peer: BlockingSocket) -> None:
+    mine = await connected(peer)
+    receiving = asyncio.ensure_future(mine.recv())
+    await asyncio.sleep(0)
+    mine.close()
+    await asyncio.wait({receiving}, timeout=LIMIT_S)
+    assert receiving.cancelled()
+    with pytest.raises(Unsendable):
+        mine.send([b"x"])
