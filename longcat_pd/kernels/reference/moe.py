@@ -36,17 +36,20 @@ def grouped_experts(x: Tensor, expert_ids: Tensor, *, weights: Tensor, gate_up: 
     counts = torch.bincount(sorted_ids, minlength=num_experts)[:num_experts].tolist()
     order = order[: sum(counts)]
     rows = order // topk
-    taken = x[rows]
-    parts = [taken.new_empty((0, x.shape[1]))]
+    products = _by_expert(swiglu(_by_expert(x[rows], gate_up, counts)), down, counts).float()
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    return out.index_add_(0, rows, products * weights.flatten()[order].unsqueeze(-1))
+
+
+def _by_expert(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    """The first ``counts[0]`` rows of ``x`` times ``weight[0]``, the next ``counts[1]`` times ``weight[1]``, ..."""
+    parts = [x.new_empty((0, weight.shape[2]))]
     start = 0
     for expert, count in enumerate(counts):
         if count:
-            run = never_alone(taken[start : start + count])
-            parts.append(product(swiglu(product(run, gate_up[expert])), down[expert])[:count])
+            parts.append(product(never_alone(x[start : start + count]), weight[expert])[:count])
             start += count
-    products = torch.cat(parts).float()
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    return out.index_add_(0, rows, products * weights.flatten()[order].unsqueeze(-1))
+    return torch.cat(parts)
 
 
 def overlap(side: Callable[[], A], main: Callable[[], B]) -> tuple[A, B]:
