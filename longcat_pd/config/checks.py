@@ -127,9 +127,6 @@ def check_shape(config: ClusterConfig, found: Findings) -> None:
 def check_model(config: ClusterConfig, model: ModelConfig, *, found: Findings) -> None:
     """What the checkpoint demands of the layouts and lengths. ``config`` is resolved."""
     _check_lengths(config, found)
-    if model.quant_method is not None:
-        text = f"model.path={config.model.path}: quantised checkpoints ({model.quant_method}) are not supported yet"
-        found.cross(["model.path"], text)
     for role, pool in pools(config):
         parallel, path = pool.parallel, f"{role}.parallel"
         stages, key = parallel.layers_per_stage, f"{path}.layers_per_stage"

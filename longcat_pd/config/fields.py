@@ -77,6 +77,21 @@ class Fields:
             raise self._bad(found, value, 'ranges of token ids such as "5:7,100:200"')
         return tuple((int(first), int(end)) for first, end in pairs)
 
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A list of strings; empty where the field is absent."""
+        found, value = self._find((name,), [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._bad(found, value, "a list of strings")
+        return tuple(value)
+
+    def value(self, name: str, *, default: Any) -> Any:
+        """Whatever is there."""
+        return self._find((name,), default)[1]
+
+    def names(self) -> tuple[str, ...]:
+        """The keys."""
+        return tuple(self._content)
+
     def record(self, name: str) -> Fields | None:
         """A nested object; None where it is absent or empty."""
         found, value = self._find((name,), {})

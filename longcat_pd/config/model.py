@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longcat_pd.config.fields import Fields
+from longcat_pd.config.quantization import QuantizationConfig, read_quantization
 from longcat_pd.errors import ConfigError
 
 DataType = Literal["float32", "bfloat16"]
@@ -142,7 +143,7 @@ class ModelConfig:
     indexer: IndexerConfig | None
     over_embedding: OverEmbeddingConfig | None
     draft: DraftConfig | None
-    quant_method: str | None
+    quantization: QuantizationConfig | None
 
     @classmethod
     def load(cls, directory: str | Path) -> ModelConfig:
@@ -197,7 +198,7 @@ class ModelConfig:
             indexer=_indexer(read),
             over_embedding=_over_embedding(read, vocab_size),
             draft=_draft(read),
-            quant_method=_quant_method(read),
+            quantization=read_quantization(read),
         )
         _check(config)
         return config
@@ -353,11 +354,6 @@ def _draft(read: Fields) -> DraftConfig | None:
         mtp_disable_over_tokenizer=read.boolean("mtp_disable_over_tokenizer", default=True),
         dsa_mtp_cli=read.boolean("dsa_mtp_cli", default=True),
     )
-
-
-def _quant_method(read: Fields) -> str | None:
-    section = read.record("quantization_config")
-    return None if section is None else section.text("quant_method", default="unknown")
 
 
 def _check(config: ModelConfig) -> None:

@@ -13,7 +13,7 @@ from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import RankSpec
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.models.causal_lm import CausalLM
-from longcat_pd.models.checkpoint import checkpoint_digest
+from longcat_pd.models.checkpoint import checkpoint_digest, int8_modules, open_checkpoint
 from longcat_pd.models.context import ModelContext
 from longcat_pd.models.weights import load_weights
 from longcat_pd.parallel.layout import layers_of_stage
@@ -64,6 +64,7 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
         kv_access=mesh.cache_shard.access,
         dtype=dtype,
         device=device,
+        int8=int8_modules(open_checkpoint(Path(instance.model.path))),
     )
     model = CausalLM(context)
     weight_bytes = load_weights(model.weight_specs(), Path(instance.model.path), config=config)

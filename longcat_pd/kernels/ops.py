@@ -53,6 +53,16 @@ class LinearMap(Protocol):
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
 
+class LinearInt8(Protocol):
+    """``x W^T``: [T, in], ``weight`` int8 [out, in] and ``scale`` fp32 [out] -> [T, out] in the type of ``x``.
+
+    ``x`` is quantised row by row: ``s = max|x| / 127``, ``q = round(x / s)``, half to even. The result is ``q W^T``, added
+    in int32 and exact, times ``s`` and then times ``scale``, in fp32.
+    """
+
+    def __call__(self, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor: ...
+
+
 class HeadLinear(Protocol):
     """One map for each head: [T, H, in] and ``weight`` [H, in, out] -> [T, H, out]."""
 
@@ -152,10 +162,21 @@ class GroupedExperts(Protocol):
     """``sum_k weights[t, k] * expert(x[t])`` over the chosen experts below E; higher ids contribute nothing.
 
     ``x`` [T, hidden], ``expert_ids`` and ``weights`` [T, topk], ``gate_up`` [E, hidden, 2 f], ``down`` [E, f, hidden]
-    -> [T, hidden] fp32.
+    -> [T, hidden] fp32. Where one comes with a scale, [E, 2 f] or [E, hidden] fp32, it is int8 and lies as ``LinearInt8``
+    wants it, [E, 2 f, hidden] or [E, hidden, f].
     """
 
-    def __call__(self, x: Tensor, expert_ids: Tensor, *, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor: ...
+    def __call__(
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        *,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_scale: Tensor | None = None,
+        down_scale: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 class NgramIds(Protocol):
@@ -184,6 +205,7 @@ class Ops:
     layer_norm: LayerNorm
     swiglu: Swiglu
     linear: LinearMap
+    linear_int8: LinearInt8
     head_linear: HeadLinear
     rope: Rope
     store: Store

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
-from longcat_pd.errors import ConfigError
 from longcat_pd.models.batch import ForwardInputs
 from longcat_pd.models.context import ModelContext
 from longcat_pd.models.decoder import Stack
@@ -16,19 +15,11 @@ from longcat_pd.models.weight_spec import WeightSpec
 
 
 class CausalLM(nn.Module):
-    """A stage's layers, with the embedding on the first stage and final norm and head on the last.
-
-    Raises:
-        ConfigError: the checkpoint is quantised, which this model does not compute.
-    """
+    """A stage's layers, with the embedding on the first stage and final norm and head on the last."""
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__()
         config = context.config
-        if config.quant_method is not None:
-            raise ConfigError(
-                f"quantization_config: {config.quant_method} weights are not supported", param="quantization_config"
-            )
         has_ngrams = config.over_embedding is not None
         self.word = VocabEmbedding(context) if context.is_first and not has_ngrams else None
         self.ngram = NgramEmbedding(context) if context.is_first and has_ngrams else None

@@ -2,7 +2,7 @@
 
 Owns the folder's format (``config.json``, ``model.safetensors.index.json`` with its shards, or one ``model.safetensors``)
 and the JSON header of a safetensors file. Knows neither torch nor the contents of tensors: ``weights.py`` reads and
-writes those; which names a model wants is ``tensor_names.py``.
+writes those; which names a model wants and how scales are called is ``tensor_names.py``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longcat_pd.errors import ConfigError
+from longcat_pd.models.tensor_names import SCALE, WEIGHT, can_be_int8
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+INT8 = "I8"  # as headers call it
+MAX_NAMED = 10  # of a list of problems; the rest is counted
 SAMPLES_PER_SHARD = 64
 SAMPLE_BYTES = 64
 
@@ -79,6 +82,54 @@ def read_header(shard: Path) -> bytes:
     if not isinstance(entries, dict):
         raise ConfigError(f"{shard}: damaged, its header is not a JSON object", param="model.path")
     return header
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One entry of a shard's header. ``begin`` and ``end`` are places in the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def stored_tensors(shard: Path) -> dict[str, StoredTensor]:
+    """What a shard's header lists, by name, in the order of the file. Raises ConfigError that names a damaged shard."""
+    header = read_header(shard)
+    start, size = 8 + len(header), shard.stat().st_size
+    found = []
+    try:
+        for name, entry in json.loads(header).items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                found.append(StoredTensor(name, entry["dtype"], tuple(entry["shape"]), start + begin, start + end))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{shard}: damaged, its header does not describe tensors", param="model.path") from error
+    if any(not start <= tensor.begin <= tensor.end <= size for tensor in found):
+        raise ConfigError(f"{shard}: damaged, its tensors reach beyond its end", param="model.path")
+    return {tensor.name: tensor for tensor in sorted(found, key=lambda tensor: tensor.begin)}
+
+
+def int8_modules(checkpoint: Checkpoint) -> frozenset[str]:
+    """Names, without ``.weight``, of the tensors that are stored as int8 with a scale beside them.
+
+    Reads the headers of the shards that hold such pairs. Raises ConfigError that names tensors which have a scale and are
+    not int8, and those that are int8 and have none although their neighbours do.
+    """
+    modules = {name.removesuffix(SCALE) for name in checkpoint.shard_of if name.endswith(SCALE)}
+    shards = {checkpoint.shard_of[m + WEIGHT] for m in modules if m + WEIGHT in checkpoint.shard_of}
+    stored = {name: t.dtype for shard in sorted(shards) for name, t in stored_tensors(checkpoint.path / shard).items()}
+    found = {name.removesuffix(WEIGHT) for name, dtype in stored.items() if dtype == INT8 and can_be_int8(name)}
+    problems = [f"{m}{SCALE} is missing, and {m}{WEIGHT} is int8" for m in sorted(found - modules)]
+    others = [(m, stored[m + WEIGHT]) for m in sorted(modules - found) if m + WEIGHT in stored]
+    problems += [f"{m}{WEIGHT} is {dtype}, where {m}{SCALE} makes no sense" for m, dtype in others]
+    if problems:
+        more = f" and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
+        text = f"checkpoint {checkpoint.path} does not fit: {'; '.join(problems[:MAX_NAMED])}{more}"
+        raise ConfigError(text, param="model.path")
+    return frozenset(found)
 
 
 def checkpoint_digest(path: Path) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from longcat_pd.errors import ConfigError
 from longcat_pd.models.context import ModelContext
 from longcat_pd.models.weight_spec import WeightSpec
 from longcat_pd.parallel.collectives import AxisGroup
@@ -51,6 +52,15 @@ class Piece:
         return self.own or slice(0, self.num_rows)
 
 
+def piece_specs(piece: Piece, in_features: int, *, weight: Tensor, scale: Tensor | None = None) -> Iterator[WeightSpec]:
+    """The spec of a piece's own rows [out, in], and that of their scales where they are int8."""
+    name, shape = f"{piece.name}.weight", (piece.num_rows, in_features)
+    region = (piece.own_rows, slice(0, in_features)) if piece.own else ()
+    yield WeightSpec(name, shape, copy_into(weight), region, "float" if scale is None else "int8")
+    if scale is not None:
+        yield WeightSpec(f"{name}_scale", shape[:1], copy_into(scale), region[:1], "scale")
+
+
 class Linear(nn.Module):
     """``x W^T`` with W the stacked rows of one or more checkpoint tensors: whole (replicated) or this rank's rows (column
     parallel). The results stand side by side in the order of the pieces. Stored as [in, out] (see ``ops.LinearMap``).
@@ -71,12 +81,44 @@ class Linear(nn.Module):
     def weight_specs(self) -> Iterator[WeightSpec]:
         """One spec a piece."""
         for piece, target in zip(self._pieces, torch.split(self.weight, self.widths, 1), strict=True):
-            yield WeightSpec(
-                f"{piece.name}.weight",
-                (piece.num_rows, self._in_features),
-                copy_into(target.t()),
-                (piece.own_rows, slice(0, self._in_features)) if piece.own else (),
-            )
+            yield from piece_specs(piece, self._in_features, weight=target.t())
+
+
+class Int8Linear(nn.Module):
+    """Like ``Linear``, from int8 tensors with one scale a row; stored as they are, [out, in]."""
+
+    def __init__(self, context: ModelContext, in_features: int, *pieces: Piece) -> None:
+        super().__init__()
+        self._linear = context.ops.linear_int8
+        self._pieces = pieces
+        self._in_features = in_features
+        self.widths = [piece.own_rows.stop - piece.own_rows.start for piece in pieces]
+        self.weight = empty_parameter(context, sum(self.widths), in_features, dtype=torch.int8)
+        self.scale = empty_parameter(context, sum(self.widths), dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, sum of the pieces' own rows]."""
+        return self._linear(x, self.weight, self.scale)
+
+    def weight_specs(self) -> Iterator[WeightSpec]:
+        """Two specs a piece."""
+        weights, scales = torch.split(self.weight, self.widths), torch.split(self.scale, self.widths)
+        for piece, weight, scale in zip(self._pieces, weights, scales, strict=True):
+            yield from piece_specs(piece, self._in_features, weight=weight, scale=scale)
+
+
+def is_int8(context: ModelContext, *names: str) -> bool:
+    """Whether the checkpoint stores these tensors, which are multiplied as one, in int8.
+
+    Raises:
+        ConfigError: some are int8 and some are not.
+    """
+    stored = [name in context.int8 for name in names]
+    if any(stored) and not all(stored):
+        one, other = names[stored.index(True)], names[stored.index(False)]
+        text = f"checkpoint: {one} is int8 with a scale and {other} is not; they are multiplied as one and must be alike"
+        raise ConfigError(text, param="model.path")
+    return all(stored)
 
 
 class RowLinear(nn.Module):
@@ -124,6 +166,13 @@ class RmsNorm(nn.Module):
         yield WeightSpec(f"{self._name}.weight", tuple(self.weight.shape), copy_into(self.weight))
 
 
+def _linear(context: ModelContext, in_features: int, *pieces: Piece) -> Linear | Int8Linear:
+    """A map that takes its weights as they are stored."""
+    if is_int8(context, *(piece.name for piece in pieces)):
+        return Int8Linear(context, in_features, *pieces)
+    return Linear(context, in_features, *pieces)
+
+
 class GatedMlp(nn.Module):
     """``down(silu(gate(x)) * up(x))``, whole on every rank."""
 
@@ -131,8 +180,8 @@ class GatedMlp(nn.Module):
         super().__init__()
         hidden = context.config.hidden_size
         self._ops = context.ops
-        self.gate_up = Linear(context, hidden, Piece(f"{name}.gate_proj", width), Piece(f"{name}.up_proj", width))
-        self.down = Linear(context, width, Piece(f"{name}.down_proj", hidden))
+        self.gate_up = _linear(context, hidden, Piece(f"{name}.gate_proj", width), Piece(f"{name}.up_proj", width))
+        self.down = _linear(context, width, Piece(f"{name}.down_proj", hidden))
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from longcat_pd.models.context import ModelContext
-from longcat_pd.models.linear import Linear, Piece, copy_into, empty_parameter
+from longcat_pd.models.linear import Linear, Piece, copy_into, empty_parameter, is_int8, piece_specs
 from longcat_pd.models.weight_spec import WeightSpec
 
 
@@ -54,15 +54,23 @@ class MixtureOfExperts(nn.Module):
         self._ops = context.ops
         self._config = config
         self._name = name
-        width, hidden, count = config.expert_ffn_hidden_size, config.hidden_size, config.n_routed_experts
+        width, hidden = config.expert_ffn_hidden_size, config.hidden_size
         self.router = Router(context, f"{name}.router")
-        self.gate_up = empty_parameter(context, count, hidden, 2 * width)
-        self.down = empty_parameter(context, count, width, hidden)
+        self.gate_up, self.gate_up_scale = self._matrices(context, 2 * width, hidden, parts=("gate_proj", "up_proj"))
+        self.down, self.down_scale = self._matrices(context, hidden, width, parts=("down_proj",))
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         expert_ids, weights = self.router(x)
-        routed = self._ops.grouped_experts(x, expert_ids, weights=weights, gate_up=self.gate_up, down=self.down)
+        routed = self._ops.grouped_experts(
+            x,
+            expert_ids,
+            weights=weights,
+            gate_up=self.gate_up,
+            down=self.down,
+            gate_up_scale=self.gate_up_scale,
+            down_scale=self.down_scale,
+        )
         if self._config.zero_expert_num == 0 or self._config.zero_expert_type == "drop":
             return routed.to(x.dtype)
         if self._config.zero_expert_type == "copy":  # of an older release: each counts once, whatever its weight
@@ -76,8 +84,34 @@ class MixtureOfExperts(nn.Module):
         yield from self.router.weight_specs()
         width, hidden = self._config.expert_ffn_hidden_size, self._config.hidden_size
         for expert in range(self._config.n_routed_experts):
-            name = f"{self._name}.experts.{expert}"
-            gate, up = torch.split(self.gate_up[expert].t(), width)
-            yield WeightSpec(f"{name}.gate_proj.weight", (width, hidden), copy_into(gate))
-            yield WeightSpec(f"{name}.up_proj.weight", (width, hidden), copy_into(up))
-            yield WeightSpec(f"{name}.down_proj.weight", (hidden, width), copy_into(self.down[expert].t()))
+            gate, up, down = (f"{self._name}.experts.{expert}.{part}_proj" for part in ("gate", "up", "down"))
+            yield from _specs(
+                hidden, Piece(gate, width), Piece(up, width), of=_row(expert, self.gate_up, self.gate_up_scale)
+            )
+            yield from _specs(width, Piece(down, hidden), of=_row(expert, self.down, self.down_scale))
+
+    def _matrices(
+        self, context: ModelContext, rows: int, columns: int, *, parts: tuple[str, ...]
+    ) -> tuple[nn.Parameter, nn.Parameter | None]:
+        """Room for one matrix of every expert, [in, out]; or [out, in] and its scales if the checkpoint has it in int8."""
+        count = self._config.n_routed_experts
+        names = [f"{self._name}.experts.{expert}.{part}" for expert in range(count) for part in parts]
+        if not is_int8(context, *names):
+            return empty_parameter(context, count, columns, rows), None
+        weight = empty_parameter(context, count, rows, columns, dtype=torch.int8)
+        return weight, empty_parameter(context, count, rows, dtype=torch.float32)
+
+
+def _row(expert: int, weight: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """One expert's matrix, [out, in], and its scales."""
+    return (weight[expert].t(), None) if scale is None else (weight[expert], scale[expert])
+
+
+def _specs(in_features: int, *pieces: Piece, of: tuple[Tensor, Tensor | None]) -> Iterator[WeightSpec]:
+    """The specs of tensors that lie under each other in one expert's matrix."""
+    weight, scale = of
+    start = 0
+    for piece in pieces:
+        rows = slice(start, start + piece.num_rows)
+        yield from piece_specs(piece, in_features, weight=weight[rows], scale=None if scale is None else scale[rows])
+        start = rows.stop

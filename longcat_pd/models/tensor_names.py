@@ -24,6 +24,28 @@ _TABLE_SPELLINGS = (
 )
 
 
+# The modules that may be int8: the dense MLPs, the experts, and the draft layer's MLP.
+_INT8_MODULE = re.compile(
+    r"model\.(layers\.\d+\.(mlps\.\d+|mlp\.experts\.\d+)|mtp\.layers\.\d+\.transformer_layer\.mlp)\.(gate|up|down)_proj"
+)
+
+WEIGHT, SCALE, OFFSET = ".weight", ".weight_scale", ".weight_offset"
+
+
+def can_be_int8(name: str) -> bool:
+    """Whether a checkpoint may hold this tensor as int8, with a tensor of scales beside it."""
+    return name.endswith(WEIGHT) and _INT8_MODULE.fullmatch(name.removesuffix(WEIGHT)) is not None
+
+
+def weight_of(name: str) -> str | None:
+    """The tensor that a scale or an offset belongs to, if it can be int8; None for any other name."""
+    for end in (SCALE, OFFSET):
+        weight = name.removesuffix(end) + WEIGHT
+        if name.endswith(end) and can_be_int8(weight):
+            return weight
+    return None
+
+
 def is_ignorable(name: str) -> bool:
     """Whether a checkpoint may hold this tensor without anybody reading it."""
     return name.startswith(IGNORABLE_PREFIX)

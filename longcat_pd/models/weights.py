@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,12 +21,22 @@ from safetensors.torch import save_file
 
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.errors import ConfigError
-from longcat_pd.models.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint, open_checkpoint
-from longcat_pd.models.tensor_names import expected_tensors, is_ignorable, other_spelling
-from longcat_pd.models.weight_spec import WeightSpec
+from longcat_pd.models.checkpoint import CONFIG_FILE, INDEX_FILE, INT8, MAX_NAMED, Checkpoint, open_checkpoint
+from longcat_pd.models.tensor_names import (
+    OFFSET,
+    SCALE,
+    can_be_int8,
+    expected_tensors,
+    is_ignorable,
+    other_spelling,
+    weight_of,
+)
+from longcat_pd.models.weight_spec import Kind, WeightSpec
 
 FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
-MAX_NAMED = 10  # of each kind of problem; the rest is counted
+TYPES: Mapping[Kind, frozenset[str]] = MappingProxyType(
+    {"float": FLOAT_TYPES, "int8": frozenset({INT8}), "scale": FLOAT_TYPES, "offset": FLOAT_TYPES | {INT8, "I32"}}
+)
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
@@ -35,10 +46,10 @@ def load_weights(specs: Iterable[WeightSpec], path: Path, *, config: ModelConfig
     Each shard is opened once and only the wanted regions are touched. Nothing is stored any more after the first
     problem, but the search goes on: missing, extra and wrongly shaped tensors and damaged shards end together in one
     ConfigError. A tensor is extra if the whole model (not only this rank's part) has no use for its name and it is not
-    one of those that releases carry along unused.
+    one of those that releases carry along unused. Where an int8 tensor has an offset too, it has to be zero.
     """
     checkpoint = open_checkpoint(path)
-    wanted = list(specs)
+    wanted = list(_with_offsets(specs, checkpoint))
     expected = expected_tensors(config)
     aliases = _aliases(checkpoint, expected)
     problems = _Problems()
@@ -50,7 +61,8 @@ def load_weights(specs: Iterable[WeightSpec], path: Path, *, config: ModelConfig
     needed = {name for name in expected if not is_ignorable(name)} | {spec.name for spec in wanted}
     useless = checkpoint.shard_of.keys() - expected.keys() - set(aliases.values())
     problems.add("missing", sorted(needed - checkpoint.shard_of.keys() - aliases.keys()))
-    problems.add("extra", sorted(name for name in useless if not is_ignorable(name)))
+    _check_scales(checkpoint, useless, config, problems=problems)
+    problems.add("extra", sorted(name for name in useless if not is_ignorable(name) and weight_of(name) is None))
     num_bytes = sum(_read_shard(checkpoint, shard, by_shard[shard], problems) for shard in sorted(by_shard))
     problems.raise_if_any(path)
     return num_bytes
@@ -137,17 +149,64 @@ def _read_shard(checkpoint: Checkpoint, shard: str, specs: list[WeightSpec], pro
                     continue
                 part = file.get_slice(spec.name)
                 shape, dtype = tuple(part.get_shape()), part.get_dtype()
-                if shape != spec.shape:
+                if shape not in _shapes(spec):
                     problems.add("wrongly shaped", [f"{spec.name} is {list(shape)}, not {list(spec.shape)}"])
-                elif dtype not in FLOAT_TYPES:
-                    problems.add("of a data type that cannot be read", [f"{spec.name} is {dtype}"])
+                elif dtype not in TYPES[spec.kind]:
+                    problems.add("of a data type that cannot be read", [f"{spec.name} is {dtype}{_remark(spec, dtype)}"])
                 elif not problems:
                     tensor = part[spec.region] if spec.region else file.get_tensor(spec.name)
-                    spec.store(tensor)
                     num_bytes += tensor.numel() * tensor.element_size()
+                    complaint = _complaint(spec.kind, tensor)
+                    if complaint:
+                        problems.add("corrupted", [f"{spec.name} {complaint}"])
+                    else:
+                        spec.store(tensor.view(-1) if spec.kind == "scale" else tensor)
     except (SafetensorError, OSError) as error:
         problems.add("missing or damaged shard", [f"{shard} ({error})"])
     return num_bytes
+
+
+def _shapes(spec: WeightSpec) -> tuple[tuple[int, ...], ...]:
+    return (spec.shape, (*spec.shape, 1)) if spec.kind in ("scale", "offset") else (spec.shape,)
+
+
+def _remark(spec: WeightSpec, dtype: str) -> str:
+    """Why an int8 tensor is no use where floats are read."""
+    if spec.kind != "float" or dtype != INT8:
+        return ""
+    return f" and {spec.name}_scale is missing" if can_be_int8(spec.name) else ", where the model takes floats only"
+
+
+def _complaint(kind: Kind, tensor: torch.Tensor) -> str:
+    """What is wrong with the numbers of a scale or an offset."""
+    if kind == "scale":
+        num_bad = int((~(torch.isfinite(tensor) & (tensor > 0))).sum())
+        return f"has {num_bad} of {tensor.numel()} scales that are not finite and above 0" if num_bad else ""
+    if kind == "offset" and bool((tensor != 0).any()):
+        return "is not zero; only symmetric int8 is known"
+    return ""
+
+
+def _with_offsets(specs: Iterable[WeightSpec], checkpoint: Checkpoint) -> Iterator[WeightSpec]:
+    """The specs, and for the scales of a checkpoint that has offsets too one that checks these."""
+    for spec in specs:
+        yield spec
+        offset = spec.name.removesuffix(SCALE) + OFFSET
+        if spec.kind == "scale" and offset in checkpoint.shard_of:
+            yield replace(spec, name=offset, store=_forget, kind="offset")
+
+
+def _forget(_: torch.Tensor) -> None:
+    """A tensor that is only checked."""
+
+
+def _check_scales(checkpoint: Checkpoint, useless: Iterable[str], config: ModelConfig, *, problems: _Problems) -> None:
+    """Scales that have no tensor, and a config that speaks of int8 where nothing is."""
+    pairs = [(name, weight_of(name)) for name in useless]
+    orphans = [name for name, weight in pairs if weight is not None and weight not in checkpoint.shard_of]
+    problems.add("without the tensor that it scales", sorted(orphans))
+    if config.quantization is not None and not any(name.endswith(SCALE) for name in checkpoint.shard_of):
+        problems.add("not as config.json says", ["quantization_config announces int8, and no tensor has a scale"])
 
 
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def _rank_memory(rank: int, spec: InstanceSpec, *, model: ModelConfig, stages: l
     return RankMemory(
         rank=rank,
         parts={
-            "weights": _weights(model, spec.parallel, num_layers=len(layers), ends=is_first + is_last, width=width),
+            "weights": _weights(model, spec.parallel, layers=layers, ends=is_first + is_last, width=width),
             "n-gram tables": _tables(model) * width if is_first else 0,
             "cache": cached_tokens * latents * width,
             "index keys": cached_tokens * index_keys * width,
@@ -88,7 +88,7 @@ def _rank_memory(rank: int, spec: InstanceSpec, *, model: ModelConfig, stages: l
     )
 
 
-def _weights(model: ModelConfig, parallel: ParallelConfig, *, num_layers: int, ends: int, width: int) -> int:
+def _weights(model: ModelConfig, parallel: ParallelConfig, *, layers: range, ends: int, width: int) -> int:
     """``ends``: how many of embedding and head are here. Attention heads are split over attn_tp, all else is whole."""
     hidden, heads = model.hidden_size, model.num_attention_heads // parallel.attn_tp_size
     latent, rope = model.kv_lora_rank, model.qk_rope_head_dim
@@ -98,11 +98,25 @@ def _weights(model: ModelConfig, parallel: ParallelConfig, *, num_layers: int, e
         + heads * (model.qk_nope_head_dim + model.v_head_dim) * latent
         + heads * model.v_head_dim * hidden
     )
-    dense = 3 * model.ffn_hidden_size * hidden
-    experts = 3 * model.n_routed_experts * model.expert_ffn_hidden_size * hidden
     router_bytes = model.num_router_outputs * (hidden + 1) * 4
-    layer_bytes = (2 * attention + 2 * dense + experts + _indexer(model)) * width + router_bytes
-    return num_layers * layer_bytes + ends * model.vocab_size * hidden * width
+    layer_bytes = (2 * attention + _indexer(model)) * width + router_bytes
+    mlp_bytes = sum(_mlp_bytes(model, layer, width=width) for layer in layers)
+    return len(layers) * layer_bytes + mlp_bytes + ends * model.vocab_size * hidden * width
+
+
+def _mlp_bytes(model: ModelConfig, layer: int, *, width: int) -> int:
+    """The dense MLPs and the experts of a layer: int8 with fp32 scales where ``quantization_config`` says so."""
+    sizes = {f"model.layers.{layer}.mlps.{j}": model.ffn_hidden_size for j in (0, 1)}
+    experts = range(model.n_routed_experts)
+    sizes |= {f"model.layers.{layer}.mlp.experts.{e}": model.expert_ffn_hidden_size for e in experts}
+    if model.quantization is None:
+        return sum(3 * inner * model.hidden_size * width for inner in sizes.values())
+    total = 0
+    for name, inner in sizes.items():
+        for part, num_rows in (("gate", inner), ("up", inner), ("down", model.hidden_size)):
+            is_int8 = model.quantization.covers(f"{name}.{part}_proj")
+            total += inner * model.hidden_size * (1 if is_int8 else width) + (4 * num_rows if is_int8 else 0)
+    return total
 
 
 def _indexer(model: ModelConfig) -> int:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from longcat_pd.errors import ConfigError
 from longcat_pd.models.causal_lm import CausalLM
 from longcat_pd.models.tensor_names import expected_tensors
 from longcat_pd.models.weight_spec import WeightSpec
@@ -89,11 +88,3 @@ def test_a_tied_head_reads_the_embedding() -> None:
     specs = list(CausalLM(make_context("chat", "tie_word_embeddings=true")).weight_specs())
     assert [spec.name for spec in specs].count("model.embed_tokens.weight") == 2
     assert all(spec.name != "lm_head.weight" for spec in specs)
-
-
-def test_quantised_weights_are_refused_by_name() -> None:
-    context = make_context("chat")
-    quantised = context.config.__class__(**{**vars(context.config), "quant_method": "compressed-tensors"})
-    with pytest.raises(ConfigError, match="compressed-tensors") as raised:
-        CausalLM(type(context)(**{**vars(context), "config": quantised}))
-    assert raised.value.param == "quantization_config"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from longcat_pd.kernels.ops import Ops
-from longcat_pd.kernels.reference import attention, indexer, moe, ngram, norm, rows
+from longcat_pd.kernels.reference import attention, indexer, int8, moe, ngram, norm, rows
 
 
 def table() -> Ops:
@@ -14,6 +14,7 @@ def table() -> Ops:
         layer_norm=norm.layer_norm,
         swiglu=norm.swiglu,
         linear=rows.linear,
+        linear_int8=int8.linear_int8,
         head_linear=rows.head_linear,
         rope=norm.rope,
         store=attention.store,

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from longcat_pd.kernels.reference.int8 import quantise, scaled_product
 from longcat_pd.kernels.reference.norm import swiglu
 from longcat_pd.kernels.reference.rows import never_alone, product
 
@@ -25,31 +26,47 @@ def route_topk(logits: Tensor, bias: Tensor, *, topk: int, factor: float, is_nor
     return expert_ids, weights * factor
 
 
-def grouped_experts(x: Tensor, expert_ids: Tensor, *, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def grouped_experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    *,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
+) -> Tensor:
     """See ``ops.GroupedExperts``. Choices are sorted by expert, so that each chosen expert multiplies one run of rows.
 
-    A run of one row is computed twice (see ``rows.py``). A row's products are added in the order of experts. A loop over
-    experts, because torch's grouped product wants widths that are multiples of 16 bytes.
+    A row's products are added in the order of experts.
     """
     num_experts, topk = gate_up.shape[0], expert_ids.shape[1]
     sorted_ids, order = expert_ids.flatten().sort(stable=True)
     counts = torch.bincount(sorted_ids, minlength=num_experts)[:num_experts].tolist()
     order = order[: sum(counts)]
     rows = order // topk
-    products = _by_expert(swiglu(_by_expert(x[rows], gate_up, counts)), down, counts).float()
+    inner = swiglu(_by_expert(x[rows], gate_up, gate_up_scale, counts=counts))
+    products = _by_expert(inner, down, down_scale, counts=counts).float()
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     return out.index_add_(0, rows, products * weights.flatten()[order].unsqueeze(-1))
 
 
-def _by_expert(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-    """The first ``counts[0]`` rows of ``x`` times ``weight[0]``, the next ``counts[1]`` times ``weight[1]``, ..."""
-    parts = [x.new_empty((0, weight.shape[2]))]
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            parts.append(product(never_alone(x[start : start + count]), weight[expert])[:count])
-            start += count
-    return torch.cat(parts)
+def _by_expert(x: Tensor, weight: Tensor, scale: Tensor | None, *, counts: list[int]) -> Tensor:
+    """The first ``counts[0]`` rows times expert 0's matrix, the next by expert 1's, and so on.
+
+    A run of one row of floats is computed twice (see ``rows.py``). A loop over experts, because torch's grouped product
+    wants widths that are multiples of 16 bytes.
+    """
+    chosen = [expert for expert, count in enumerate(counts) if count]
+    lengths = [counts[expert] for expert in chosen]
+    if not chosen:
+        return x.new_empty((0, weight.shape[2] if scale is None else weight.shape[1]))
+    if scale is None:
+        runs = zip(chosen, x.split(lengths), strict=True)
+        return torch.cat([product(never_alone(run), weight[e])[: len(run)] for e, run in runs])
+    rows, row_scales = (part.split(lengths) for part in quantise(x))
+    scaled = zip(chosen, rows, row_scales, strict=True)
+    return torch.cat([scaled_product(run, s, weight=weight[e], scale=scale[e]) for e, run, s in scaled]).to(x.dtype)
 
 
 def overlap(side: Callable[[], A], main: Callable[[], B]) -> tuple[A, B]:
