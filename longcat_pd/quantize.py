@@ -160,7 +160,7 @@ def _refuse_overlap(source: Path, target: Path) -> None:
 def _open_journal(target: Path, digest: str) -> dict[str, str]:
     """Checksums of the finished shards. A new folder gets a journal; any other must have one of the same source."""
     path = target / JOURNAL
-    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not path.is_file())):
+    if target.exists() and not (target.is_dir() and (path.is_file() or {*target.iterdir()} <= {_draft_of(path)})):
         raise ConfigError(f"{target} exists already and is no unfinished work of this tool", param="target")
     target.mkdir(parents=True, exist_ok=True)
     notes = list(_notes(path)) or [{"source": digest}]
