@@ -119,9 +119,8 @@ def test_decode_under_context_parallelism(tiny: MakeCheckpoint) -> None:
     check_equal(tiny("2.0"), ParallelConfig(cp_size=2), NUM_DECODED)
 
 
-def test_company_and_chunks_do_not_matter(tiny: MakeCheckpoint) -> None:
+def check_alone(path: Path) -> None:
     """Every sequence alone, its prompt in one piece, says what it says in the batch and in chunks."""
-    path = tiny("2.0")
     together = single(path, NUM_DECODED)
     runner = ModelRunner(rank_specs(path, ParallelConfig())[0], Mesh.single())
     pool = GroupPool(0, 1, 64)
@@ -139,3 +138,7 @@ def test_company_and_chunks_do_not_matter(tiny: MakeCheckpoint) -> None:
         assert [t.token_ids for t in got] == [t.token_ids for t in together[slot]], f"prompt of {len(ids)}"
         for mine, other in zip(got, together[slot], strict=True):
             assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+def test_company_and_chunks_do_not_matter(tiny: MakeCheckpoint) -> None:
+    check_alone(tiny("2.0"))

@@ -18,13 +18,13 @@ MAX_WIDTH = (2**31 - 1) // (LEVELS * (LEVELS + 1))  # longer sums could overflow
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [..., n] -> int8 of the same shape and fp32 scales [..., 1], so that ``x`` is about int8 times scale.
 
-    ``scale = max|x| / 127``, and ``round(x / scale)`` half to even. A row of zeros stays one; a row that holds NaN or
-    infinity has such a scale, so what is multiplied by it does not look sound.
+    ``scale = max|x| / 127``, and ``round(x / scale)`` half to even. A row of zeros stays one. A row that holds NaN or
+    infinity has such a scale and arbitrary int8, so that products with it do not look sound.
     """
     wide = x.float()
     scale = wide.abs().amax(-1, keepdim=True) / LEVELS
     steps = wide / scale.masked_fill(scale == 0, 1.0)
-    return steps.round_().nan_to_num_(0.0).clamp_(-LEVELS, LEVELS).to(torch.int8), scale
+    return steps.round_().clamp_(-LEVELS, LEVELS).to(torch.int8), scale
 
 
 def linear_int8(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:

@@ -45,14 +45,16 @@ def grouped_experts(
     counts = torch.bincount(sorted_ids, minlength=num_experts)[:num_experts].tolist()
     order = order[: sum(counts)]
     rows = order // topk
-    inner = swiglu(_by_expert(x[rows], gate_up, gate_up_scale, counts=counts))
+    inner = swiglu(_by_expert(x, gate_up, gate_up_scale, counts=counts, rows=rows))
     products = _by_expert(inner, down, down_scale, counts=counts).float()
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     return out.index_add_(0, rows, products * weights.flatten()[order].unsqueeze(-1))
 
 
-def _by_expert(x: Tensor, weight: Tensor, scale: Tensor | None, *, counts: list[int]) -> Tensor:
-    """The first ``counts[0]`` rows times expert 0's matrix, the next by expert 1's, and so on.
+def _by_expert(
+    x: Tensor, weight: Tensor, scale: Tensor | None, *, counts: list[int], rows: Tensor | slice = slice(None)
+) -> Tensor:
+    """Of ``x[rows]`` the first ``counts[0]`` rows times the matrix of expert 0, the next by that of expert 1, and so on.
 
     A run of one row of floats is computed twice (see ``rows.py``). A loop over experts, because torch's grouped product
     wants widths that are multiples of 16 bytes.
@@ -62,10 +64,10 @@ def _by_expert(x: Tensor, weight: Tensor, scale: Tensor | None, *, counts: list[
     if not chosen:
         return x.new_empty((0, weight.shape[2] if scale is None else weight.shape[1]))
     if scale is None:
-        runs = zip(chosen, x.split(lengths), strict=True)
+        runs = zip(chosen, torch.split(x[rows], lengths), strict=True)
         return torch.cat([product(never_alone(run), weight[e])[: len(run)] for e, run in runs])
-    rows, row_scales = (part.split(lengths) for part in quantise(x))
-    scaled = zip(chosen, rows, row_scales, strict=True)
+    quantised, row_scales = (torch.split(part[rows], lengths) for part in quantise(x))
+    scaled = zip(chosen, quantised, row_scales, strict=True)
     return torch.cat([scaled_product(run, s, weight=weight[e], scale=scale[e]) for e, run, s in scaled]).to(x.dtype)
 
 
