@@ -136,6 +136,9 @@ def check_model(config: ClusterConfig, model: ModelConfig, *, found: Findings) -
             key = f"{path}.attn_tp_size"
             heads = f"the checkpoint's {model.num_attention_heads} attention heads"
             found.cross([key], f"{key}={parallel.attn_tp_size}: does not divide {heads}")
+        if model.quantization is not None and model.hidden_size % parallel.attn_tp_size:
+            key, width = f"{path}.attn_tp_size", f"the checkpoint's hidden_size {model.hidden_size}"
+            found.cross([key], f"{key}={parallel.attn_tp_size}: does not divide {width}, as int8 weights want")
 
 
 def blocks_needed(num_tokens: int, engine: EngineConfig, *, num_shards: int) -> int:

@@ -53,9 +53,10 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
     pp = mesh.axis("pp")
     layers = layers_of_stage(instance.parallel, config.num_layers, pp.rank)
     cache = KVCache.of_layers(config, layers, engine=instance.engine, dtype=dtype, device=device)
+    int8 = int8_modules(open_checkpoint(Path(instance.model.path)))
     context = ModelContext(
         config=config,
-        ops=kernels.load(instance.device),
+        ops=kernels.load(instance.device, is_steady=bool(int8)),
         mesh=mesh,
         cache=cache,
         layers=layers,
@@ -64,7 +65,7 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
         kv_access=mesh.cache_shard.access,
         dtype=dtype,
         device=device,
-        int8=int8_modules(open_checkpoint(Path(instance.model.path))),
+        int8=int8,
     )
     model = CausalLM(context)
     weight_bytes = load_weights(model.weight_specs(), Path(instance.model.path), config=config)

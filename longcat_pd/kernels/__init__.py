@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from longcat_pd.kernels.ops import Ops
-from longcat_pd.kernels.reference import table
+from longcat_pd.kernels.reference import steady_table, table
 
 
-def load(device: str) -> Ops:
-    """The operators of a device kind, one that the resolver lets pass: plain torch wherever nothing better is known."""
-    tables = {"cpu": table}
+def load(device: str, *, is_steady: bool = False) -> Ops:
+    """The operators of a device kind, one that the resolver lets pass: plain torch wherever nothing better is known.
+
+    ``is_steady``: attention over keys that are spread over ranks gives, rounded to fp32, what attention over all of them
+    gives. Worth its price where the last bit decides about a whole step: in front of a product that quantises.
+    """
+    tables = {"cpu": steady_table if is_steady else table}
     return tables[device]()

@@ -113,7 +113,7 @@ class PagedAttention(Protocol):
 
     ``q`` [B, Q, H, C + R], ``positions`` [B, Q], ``latent`` [N, block_size, C], ``rope`` [N, block_size, R],
     ``block_tables`` and ``block_starts`` [B, M] -> the weighted sum of latents [B, Q, H, C] and the log-sum-exp of the
-    scaled scores [B, Q, H], both fp32. A row that sees no key gives 0 and -inf.
+    scaled scores [B, Q, H], both fp32 (fp64 in a steady table). A row that sees no key gives 0 and -inf.
     """
 
     def __call__(

@@ -15,7 +15,16 @@ from longcat_pd.models.batch import ForwardInputs
 from longcat_pd.models.context import ModelContext
 from longcat_pd.models.indexer import Indexer
 from longcat_pd.models.kv_access import KVAccess
-from longcat_pd.models.linear import Linear, Piece, RmsNorm, RowLinear, copy_into, empty_parameter, share_of
+from longcat_pd.models.linear import (
+    GatheringLinear,
+    Linear,
+    Piece,
+    RmsNorm,
+    RowLinear,
+    copy_into,
+    empty_parameter,
+    share_of,
+)
 from longcat_pd.models.weight_spec import WeightSpec
 
 
@@ -44,7 +53,9 @@ class Attention(nn.Module):
         )
         self.kv_up = _HeadMaps(context, f"{name}.kv_b_proj", heads=heads)
         o_shape = (hidden, config.num_attention_heads * config.v_head_dim)
-        self.o_proj = RowLinear(context, f"{name}.o_proj", shape=o_shape, group=group)
+        # Where int8 products follow, a last bit that depends on the number of ranks can become a whole step.
+        output = GatheringLinear if context.int8 else RowLinear
+        self.o_proj = output(context, f"{name}.o_proj", shape=o_shape, group=group)
         self.indexer = (
             Indexer(context, attention, name=f"{name}.indexer", kv_access=kv_access)
             if config.owns_index(attention)

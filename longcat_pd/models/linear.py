@@ -143,6 +143,27 @@ class RowLinear(nn.Module):
         yield WeightSpec(f"{self._name}.weight", self._shape, copy_into(self.weight.t()), region)
 
 
+class GatheringLinear(nn.Module):
+    """Like ``RowLinear``, but to the last bit what one rank gives: the ranks gather the input features instead of adding.
+
+    Each rank has the rows ``own`` of W and all columns. One more exchange than ``RowLinear``.
+    """
+
+    def __init__(self, context: ModelContext, name: str, *, shape: tuple[int, int], group: AxisGroup) -> None:
+        super().__init__()
+        self._group = group
+        own = share_of(shape[0], group) if group.size > 1 else None
+        self.linear = Linear(context, shape[1], Piece(name, shape[0], own))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, own in] -> [T, out]."""
+        return self._group.all_gather(self.linear(self._group.all_gather(x, dim=1)), dim=1)
+
+    def weight_specs(self) -> Iterator[WeightSpec]:
+        """The rows of this rank."""
+        yield from self.linear.weight_specs()
+
+
 class RmsNorm(nn.Module):
     """A norm's weight; ``forward`` applies it alone, ``after`` to a sum."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from longcat_pd.config.model import ModelConfig
+from longcat_pd.config.quantization import int8_section
 from longcat_pd.config.schema import EngineConfig, InstanceSpec, ModelSection, ParallelConfig, TransferConfig
 from longcat_pd.sizing.memory import RankMemory, instance_memory, show_parts, show_total, stage_of, sum_of_parts
 
@@ -133,6 +134,19 @@ def test_dtype_doubles_weights_and_cache() -> None:
     (small,), (large,) = instance_memory(half, model), instance_memory(full, model)
     assert large.parts["cache"] == 2 * small.parts["cache"]
     assert large.parts["n-gram tables"] == 2 * small.parts["n-gram tables"]
+
+
+def test_int8_counts_what_is_stored_and_leaves_ignored_modules_alone() -> None:
+    section = int8_section(["model.layers.0.mlps.1", r"re:.*\.experts\.(1|2)\.down_proj"])
+    (plain,), (small,) = (
+        instance_memory(spec(layers=(2,)), ModelConfig.from_dict(CHAT | {"num_layers": 2} | extra))
+        for extra in ({}, {"quantization_config": section})
+    )
+    dense, expert = 3 * 12288 * 6144, 3 * 2048 * 6144
+    halved = 3 * dense + 2 * 512 * expert - 2 * 2 * expert // 3
+    scales = 3 * (2 * 12288 + 6144) + 2 * 512 * (2 * 2048 + 6144) - 2 * 2 * 6144
+    assert plain.parts["weights"] - small.parts["weights"] == halved - 4 * scales
+    assert {name for name, value in plain.parts.items() if value != small.parts[name]} == {"weights"}
 
 
 def test_sums_and_their_line() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from longcat_pd.config.quantization import int8_section
 from longcat_pd.config.resolve import even_stages, instance_spec, load, model_path, standalone
 from longcat_pd.errors import ConfigError
 
@@ -276,3 +277,19 @@ def test_standalone_needs_no_file(cluster: Path) -> None:
 )
 def test_stages_are_as_even_as_can_be(layers: int, stages: int, expected: tuple[int, ...]) -> None:
     assert even_stages(layers, stages) == expected
+
+
+def test_int8_weights_want_a_hidden_size_that_a_group_divides(cluster: Path) -> None:
+    path = cluster.parent / "weights" / "longcat-tiny" / "config.json"
+    fields = {**CHECKPOINT, "num_attention_heads": 3}
+    path.write_text(json.dumps(fields))
+    load(cluster, ["decode.parallel={kvp_size: 3, attn_tp_size: 3}", "devices_per_node=4"])
+    path.write_text(json.dumps({**fields, "quantization_config": int8_section(["lm_head"])}))
+    (line,) = refusal(cluster, "decode.parallel={kvp_size: 3, attn_tp_size: 3}", "devices_per_node=4")
+    assert line.startswith("decode.parallel.attn_tp_size=3: does not divide the checkpoint's hidden_size 64")
+
+
+def test_another_quantisation_is_refused_before_anything_is_loaded(cluster: Path) -> None:
+    path = cluster.parent / "weights" / "longcat-tiny" / "config.json"
+    path.write_text(json.dumps({**CHECKPOINT, "quantization_config": {"quant_method": "fp8"}}))
+    assert any("quantization_config.quant_method: fp8 is not supported" in line for line in refusal(cluster))

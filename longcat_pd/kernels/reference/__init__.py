@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from longcat_pd.kernels.ops import Ops
 from longcat_pd.kernels.reference import attention, indexer, int8, moe, ngram, norm, rows
 
@@ -27,4 +29,14 @@ def table() -> Ops:
         grouped_experts=moe.grouped_experts,
         ngram_ids=ngram.ngram_ids,
         overlap=moe.overlap,
+    )
+
+
+def steady_table() -> Ops:
+    """The same with sums over keys in fp64."""
+    plain = table()
+    return replace(
+        plain,
+        paged_attention=attention.wide(plain.paged_attention),
+        sparse_attention=attention.wide(plain.sparse_attention),
     )

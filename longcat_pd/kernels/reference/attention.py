@@ -8,11 +8,16 @@ from the one that torch uses for the rest of a tensor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from longcat_pd.kernels.reference.rows import ROW_TILE, in_tiles, sum_over_keys
+
+Attend = Callable[..., tuple[Tensor, Tensor]]
 
 _NEVER = -torch.inf
 
@@ -62,27 +67,39 @@ def sparse_attention(
 def merge_partials(outs: Tensor, lses: Tensor) -> Tensor:
     """See ``ops.MergePartials``."""
     highest = lses.amax(0).clamp_min(torch.finfo(lses.dtype).min)  # -inf - -inf would be NaN
-    weights = torch.exp((lses - highest).double()).float()
+    weights = torch.exp((lses - highest).double()).to(lses.dtype)
     total = weights.sum(0).clamp_min(torch.finfo(lses.dtype).tiny)
     return (outs * (weights / total).unsqueeze(-1)).sum(0)
+
+
+def wide(attend: Attend) -> Attend:
+    """The same attention with sums over keys in fp64. Rounded to fp32 they do not show how the keys lie on ranks."""
+
+    def attend_wide(q: Tensor, keys: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
+        return attend(q.double(), keys, **where)
+
+    return attend_wide
 
 
 def _attend(q: Tensor, values: Tensor, *, rope_keys: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Attention of scaled ``q`` [n, x, C + R] to keys in two parts, ``values`` [n, s, C] and ``rope_keys`` [n, s, R].
 
-    ``hidden`` [n, x or 1, s] masks. Returns [n, x, C] and the log-sum-exp [n, x], fp32. Rows without keys: 0 and -inf.
+    ``hidden`` [n, x or 1, s] masks. Returns [n, x, C] and the log-sum-exp [n, x], fp32, or fp64 if ``q`` is: then all
+    that depends on how many keys there are is computed so. Rows without keys: 0 and -inf.
     """
     num_rows, width = q.shape[1], values.shape[-1]
+    sums = torch.promote_types(q.dtype, torch.float32)
     q, values = in_tiles(q.float()), values.float()
     turned = torch.bmm(q[..., width:], rope_keys.float().transpose(1, 2))
     scores = torch.baddbmm(turned, q[..., :width], values.transpose(1, 2))
     scores[:, :num_rows].masked_fill_(hidden, _NEVER)
     highest = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:2], 1), _NEVER)
-    weights = torch.exp(scores - highest.clamp_min(torch.finfo(scores.dtype).min))  # a row without keys: 0, never NaN
-    sums = sum_over_keys(weights, functional.pad(values, (0, 1), value=1.0))[:, :num_rows]
-    out, total = sums[..., :width], sums[..., width:]
+    lowest = torch.finfo(scores.dtype).min
+    weights = torch.exp(scores.to(sums) - highest.clamp_min(lowest))  # a row without keys: 0, never NaN
+    added = sum_over_keys(weights, functional.pad(values.to(sums), (0, 1), value=1.0))[:, :num_rows]
+    out, total = added[..., :width], added[..., width:]
     lse = highest[:, :num_rows].double() + total.double().log()
-    return out / total.clamp_min(torch.finfo(total.dtype).tiny), lse.squeeze(-1).float()
+    return out / total.clamp_min(torch.finfo(total.dtype).tiny), lse.squeeze(-1).to(sums)
 
 
 def _ascending(keys: Tensor) -> tuple[Tensor, Tensor]:
