@@ -38,7 +38,7 @@ from longcat_pd.models.checkpoint import (
 from longcat_pd.models.tensor_names import SCALE, WEIGHT, can_be_int8
 
 JOURNAL = ".quantize.journal"
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 4 << 20
 SPARE_BYTES = 64 << 20  # left free beside what is written
 ITEM_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, INT8: 1}
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

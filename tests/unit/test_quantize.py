@@ -6,7 +6,7 @@ import json
 import shutil
 from collections import namedtuple
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
@@ -109,22 +109,28 @@ class KilledError(Exception):
 def test_a_run_that_was_ended_anywhere_ends_with_the_same_bytes(
     source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ended at every point at which something reaches the disk, each time with a torn line and torn drafts left over."""
-    original, count = tool._flush, 0
+    """Ended at every tensor and wherever something reaches the disk, with a torn line and torn drafts left over."""
+    count = 0
 
-    def flush(file: IO[Any]) -> None:
-        nonlocal count
-        count += 1
-        if count == stop:
-            raise KilledError
-        original(file)
+    def counted(name: str) -> None:
+        original = vars(tool)[name]
 
-    monkeypatch.setattr(tool, "_flush", flush)
+        def call(*arguments: Any, **named: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == stop:
+                raise KilledError
+            return original(*arguments, **named)
+
+        monkeypatch.setattr(tool, name, call)
+
+    for name in ("_flush", "_read", "_pass_through"):
+        counted(name)
     stop = 0
     quantize(source, tmp_path / "undisturbed")
     num_points, target = count, tmp_path / "c"
-    assert num_points > 12
-    for stop in range(1, num_points + 1):
+    assert num_points > 60
+    for stop in (*range(1, 9), *range(9, num_points - 12, 7), *range(num_points - 12, num_points + 1)):
         count = 0
         with pytest.raises(KilledError):
             quantize(source, target)
