@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -54,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in error.message.splitlines():
             _say(f"error: {line}", file=sys.stderr)
         return EXIT_REFUSED
+    except BrokenPipeError:  # whoever read has seen enough; the interpreter must not try again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _start(folder: RunFolder, config: Path, *, options: argparse.Namespace) -> int:
+    wanted = model_path(config, options.overrides)
     with folder.one_at_a_time():
         before = folder.read()
         if before is not None and before.alive:
@@ -85,7 +90,7 @@ def _start(folder: RunFolder, config: Path, *, options: argparse.Namespace) -> i
             raise ConfigError(f"{config.stem} is already running: {names}; stop it first")
         if before is not None:
             kill_sessions(before.processes)  # left behind by processes that died
-        _make_default_checkpoint(options.root, model_path(config, options.overrides))
+        _make_default_checkpoint(options.root, wanted)
         cluster = load(config, options.overrides)
         if findings := [*port_findings(port_uses(cluster)), *_memory_findings(cluster)]:
             raise ConfigError("\n".join(findings))
@@ -208,7 +213,7 @@ def _status(folder: RunFolder, config: Path, *, options: argparse.Namespace) -> 
     del options
     state = folder.read()
     if state is None:
-        _say(f"{config.stem} is not running")
+        _say(_not_running(folder, config))
         return EXIT_NOT_RUNNING
     _say(f"{config.stem}: {state.config}, {state.url}")
     is_ready = True
@@ -234,12 +239,18 @@ def _condition(process: Process, status: int, *, answer: Any) -> str:
     return ", ".join(["ready" if status == http.client.OK else "not ready", *shown])
 
 
+def _not_running(folder: RunFolder, config: Path) -> str:
+    """Says so, and which other clusters of this folder do run."""
+    others = "".join(f"\n{other.config} is; name that file to mean it" for other in folder.others())
+    return f"{config.stem} is not running{others}"
+
+
 def _stop(folder: RunFolder, config: Path, *, options: argparse.Namespace) -> int:
     with folder.one_at_a_time():
         state = folder.read()
         if state is None:
-            _say(f"{config.stem} is not running")
-            return EXIT_OK
+            _say(_not_running(folder, config))
+            return EXIT_NOT_RUNNING if folder.others() else EXIT_OK
         return _end(folder, state, drain_s=state.drain_s if options.timeout_s is None else options.timeout_s)
 
 

@@ -68,6 +68,11 @@ class RunFolder:
         new.write_text(json.dumps(dataclasses.asdict(state), indent=1), encoding="utf-8")
         new.replace(self._file)
 
+    def others(self) -> list[State]:
+        """The other clusters of the same root that have processes alive."""
+        folders = (RunFolder(file.parent) for file in sorted(self.path.parent.glob("*/state.json")) if file != self._file)
+        return [state for folder in folders if (state := folder.read()) is not None and state.alive]
+
     def clear(self) -> None:
         """Nothing is running any more."""
         self._file.unlink(missing_ok=True)

@@ -232,7 +232,9 @@ def _check_parallel(role: Role, pool: PoolConfig, *, found: Findings) -> None:
         found.cross([f"{path}.dp_size"], f"{path}.dp_size={parallel.dp_size}: only one group (1) is supported yet")
     if role != "prefill" and parallel.attn_tp_size != parallel.kvp_size:
         paths = [f"{path}.attn_tp_size", f"{path}.kvp_size"]
-        text = f"{paths[0]}={parallel.attn_tp_size}: differs from {paths[1]}={parallel.kvp_size}; a group is both"
+        text = (
+            f"{paths[0]}={parallel.attn_tp_size}: differs from {paths[1]}={parallel.kvp_size}; set both to the same value"
+        )
         found.cross(paths, text)
     stages, key = parallel.layers_per_stage, f"{path}.layers_per_stage"
     if stages and len(stages) != parallel.pp_size:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, TextIO
 
 from longcat_pd.server.errors import error_object, known, to_json
@@ -14,11 +14,14 @@ from longcat_pd.server.openai import CHAT_ROUTE, COMPLETIONS_ROUTE, decode_body
 Answers = deque[tuple[str, asyncio.Task[dict[str, Any]]]]
 
 
-async def answer_in_order(face: Face, lines: Sequence[bytes], out: TextIO, *, width: int) -> None:
-    """Keep up to ``width`` lines in work; write each answer, or its error object, when all before it are written."""
+async def answer_in_order(face: Face, lines: Iterable[tuple[int, bytes]], out: TextIO, *, width: int) -> None:
+    """Keep up to ``width`` lines in work; write each answer, or its error object, when all before it are written.
+
+    ``lines``: (number, body); the number becomes part of the answer's id, and stands beside the error.
+    """
     in_work: Answers = deque()
     try:
-        for number, line in enumerate(lines, start=1):
+        for number, line in lines:
             name = f"line-{number}"
             in_work.append((name, asyncio.ensure_future(_answer(face, name, line))))
             if len(in_work) >= width:
@@ -36,7 +39,7 @@ async def _write_next(in_work: Answers, out: TextIO) -> None:
     await asyncio.wait({task})
     in_work.popleft()
     error = task.exception()
-    answer = task.result() if error is None else error_object(known(error), name)
+    answer = task.result() if error is None else {**error_object(known(error), name), "line": name}
     out.write(to_json(answer).decode() + "\n")
     out.flush()
 

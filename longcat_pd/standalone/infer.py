@@ -60,15 +60,16 @@ def _patient(spec: InstanceSpec) -> InstanceSpec:
     return replace(spec, engine=replace(spec.engine, queue_timeout_s=OFFLINE_LIMIT_S, max_queued_requests=sys.maxsize))
 
 
-def _lines(path: str) -> list[bytes]:
-    """The lines that are not empty. Raises ConfigError."""
+def _lines(path: str) -> list[tuple[int, bytes]]:
+    """The lines that are not empty, with their numbers in the file. Raises ConfigError."""
     try:
-        return [line for line in Path(path).read_bytes().splitlines() if line.strip()]
+        numbered = enumerate(Path(path).read_bytes().splitlines(), start=1)
+        return [(number, line) for number, line in numbered if line.strip()]
     except OSError as error:
         raise ConfigError(f"--input {path}: {error.strerror}") from error
 
 
-async def _infer(spec: InstanceSpec, lines: Sequence[bytes], out: TextIO) -> int:
+async def _infer(spec: InstanceSpec, lines: Sequence[tuple[int, bytes]], out: TextIO) -> int:
     service = offline(spec)
     face = Face(service, TextProcessor.load(spec.model.path))
     await service.start()

@@ -19,7 +19,8 @@ from tests.topology import CHUNK, Topology, cluster_file
 
 PROMPT = list(range(100, 100 + 4 * CHUNK + 20))
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-MOMENTS_S = (0.02, 0.08, 0.15, 0.25, 0.4, 0.8)
+MOMENTS_S = (0.08, 0.25, 0.8)
+MORE_MOMENTS_S = (0.02, 0.15, 0.4, 1.2)
 ENDS_WITHIN_S = 12.0  # a lost connection is seen at once, a silent link after five seconds
 TYPED = {"worker_unavailable", "transfer_failed", "rank_lost", "draining", "starting", "engine_fault"}
 
@@ -77,12 +78,15 @@ async def one_life(processes: Processes, topology: Topology, victim: str, moment
     assert (await instance_answer(processes, topology, survivor, "/ready"))["incarnation"] == before
 
 
+@pytest.mark.parametrize("moments_s", [MOMENTS_S, pytest.param(MORE_MOMENTS_S, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("victim", ["p0", "d0"])
-async def test_a_driver_is_killed_and_comes_back(tiny: MakeCheckpoint, tmp_path: Path, victim: str) -> None:
+async def test_a_driver_is_killed_and_comes_back(
+    tiny: MakeCheckpoint, tmp_path: Path, victim: str, moments_s: tuple[float, ...]
+) -> None:
     async with running(make_file(tiny, tmp_path)) as (processes, topology):
         good = await call(topology, is_streamed=True)
         assert isinstance(good, list) and len(good) == BODY["max_tokens"]
-        for moment_s in MOMENTS_S:
+        for moment_s in moments_s:
             await one_life(processes, topology, victim, moment_s, good)
 
 

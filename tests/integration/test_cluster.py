@@ -145,6 +145,10 @@ def test_start_status_logs_stop(run: Runner) -> None:
     assert run("start") == 2
     assert "already running: p0 (pid" in run.err
 
+    other = RunFolder(run.folder.path.parent / "other")
+    assert [state.config for state in other.others()] == [str(run.config)], "who stops another is told of this one"
+    assert run.folder.others() == []
+
     assert run("logs", "--lines", "50") == 0
     assert "ready to roll" in run.out
 

@@ -44,7 +44,7 @@ def rows(out: io.StringIO) -> list[dict[str, Any]]:
 async def test_answers_keep_the_order_of_the_lines() -> None:
     face, out = ScriptedFace(), io.StringIO()
     lines = [b'{"prompt": [1]}', b'{"messages": []}', b"{", b'{"prompt": [2]}']
-    running = asyncio.create_task(answer_in_order(cast(Face, face), lines, out, width=2))
+    running = asyncio.create_task(answer_in_order(cast(Face, face), enumerate(lines, start=1), out, width=2))
     await settle()
     assert set(face.open) == {"line-1", "line-2"}
     face.open["line-2"].set_result({})
@@ -62,7 +62,7 @@ async def test_answers_keep_the_order_of_the_lines() -> None:
 
 async def test_a_line_that_breaks_us_is_told_without_our_inside() -> None:
     face, out = ScriptedFace(), io.StringIO()
-    running = asyncio.create_task(answer_in_order(cast(Face, face), [b'{"prompt": [1]}'], out, width=2))
+    running = asyncio.create_task(answer_in_order(cast(Face, face), [(1, b'{"prompt": [1]}')], out, width=2))
     await settle()
     face.open["line-1"].set_exception(ZeroDivisionError("secret"))
     await running
@@ -72,7 +72,9 @@ async def test_a_line_that_breaks_us_is_told_without_our_inside() -> None:
 
 async def test_an_interrupted_batch_leaves_nothing_running() -> None:
     face = ScriptedFace()
-    running = asyncio.create_task(answer_in_order(cast(Face, face), [b'{"prompt": [1]}'] * 3, io.StringIO(), width=4))
+    running = asyncio.create_task(
+        answer_in_order(cast(Face, face), [(n, b'{"prompt": [1]}') for n in (1, 4, 5)], io.StringIO(), width=4)
+    )
     await settle()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
