@@ -118,6 +118,8 @@ class EngineMetrics:
         self.driver_step_seconds = declare.histograms(
             "driver_step_seconds", "The driver's own work for one step", ("phase",), _STEPS
         )
+        self.draft_tokens_total = declare.counter("draft_tokens_total", "Tokens proposed by the draft source")
+        self.accepted_tokens_total = declare.counter("accepted_tokens_total", "Proposed tokens that were accepted")
         self.sequences = declare.gauges("sequences", "Sequences in the scheduler", ("state",))
         self.blocks = declare.gauges("blocks", "Cache blocks, all shards together", ("state",))
         self.slots = declare.gauges("slots", "Decode slots", ("state",))

@@ -36,6 +36,7 @@ RANGES: Mapping[type, Mapping[str, Range]] = {
     EngineConfig: {
         **dict.fromkeys(("block_size", "max_num_seqs", "max_num_batched_tokens", "max_queued_requests"), _COUNT),
         "max_model_len": Range(0),
+        "num_draft_tokens": Range(0),
         "num_blocks": Range(0),
         **dict.fromkeys(("queue_timeout_s", "step_timeout_s", "rank_lost_s"), _SECONDS),
         "drain_timeout_s": Range(0),
@@ -128,6 +129,7 @@ def check_model(config: ClusterConfig, model: ModelConfig, *, found: Findings) -
     """What the checkpoint demands of the layouts and lengths. ``config`` is resolved."""
     _check_lengths(config, found)
     for role, pool in pools(config):
+        _check_drafts(role, pool, model=model, found=found)
         parallel, path = pool.parallel, f"{role}.parallel"
         stages, key = parallel.layers_per_stage, f"{path}.layers_per_stage"
         if sum(stages) != model.num_layers:
@@ -141,9 +143,20 @@ def check_model(config: ClusterConfig, model: ModelConfig, *, found: Findings) -
             found.cross([key], f"{key}={parallel.attn_tp_size}: does not divide {width}, as int8 weights want")
 
 
+def _check_drafts(role: Role, pool: PoolConfig, *, model: ModelConfig, found: Findings) -> None:
+    """Only draft layers as the releases have them; whether the checkpoint has its tensors is seen when they are read."""
+    draft, key = model.draft, f"{role}.engine.num_draft_tokens"
+    if not pool.engine.num_draft_tokens or draft is None:
+        return
+    if draft.mtp_num_layers > 1 and not draft.mtp_replicate_modules:
+        found.cross([key], f"{key}={pool.engine.num_draft_tokens}: mtp_replicate_modules=false is not supported")
+    if model.over_embedding is not None and not draft.mtp_disable_over_tokenizer:
+        found.cross([key], f"{key}={pool.engine.num_draft_tokens}: mtp_disable_over_tokenizer=false is not supported")
+
+
 def blocks_needed(num_tokens: int, engine: EngineConfig, *, num_shards: int) -> int:
-    """Most blocks of one cache shard that a sequence of so many tokens can take."""
-    blocks = -(-num_tokens // engine.block_size)
+    """Most blocks of one cache shard that a sequence of so many tokens can take, with the drafts behind it."""
+    blocks = -(-(num_tokens + engine.num_draft_tokens) // engine.block_size)
     return -(-blocks // num_shards)
 
 
@@ -277,6 +290,10 @@ def _check_pair(config: ClusterConfig, found: Findings) -> None:
         keys = ["prefill.engine.block_size", "decode.engine.block_size"]
         if ours != theirs:
             found.cross(keys, f"block_size differs: {keys[0]}={ours}, {keys[1]}={theirs}")
+        ours, theirs = config.prefill.engine.num_draft_tokens, config.decode.engine.num_draft_tokens
+        keys = ["prefill.engine.num_draft_tokens", "decode.engine.num_draft_tokens"]
+        if (ours > 0) != (theirs > 0):
+            found.cross(keys, f"{keys[0]}={ours}, {keys[1]}={theirs}: both pools hold the draft layer's cache, or none")
 
 
 def _check_lengths(config: ClusterConfig, found: Findings) -> None:

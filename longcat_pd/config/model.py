@@ -270,6 +270,11 @@ class ModelConfig:
         return self.indexer is not None and attention % self.indexer.cli_factor == 0
 
 
+def attentions_of(config: ModelConfig, layer: int) -> range:
+    """Numbers of a layer's attention sub-layers: two, or one for ``num_layers``, the draft layer behind the others."""
+    return range(2 * layer, 2 * layer + (2 if layer < config.num_layers else 1))
+
+
 def _refuse_unused_biases(read: Fields) -> None:
     for name in ("attention_bias", "router_bias"):
         if read.boolean(name, default=False):

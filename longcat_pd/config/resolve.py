@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from longcat_pd.config.checks import RANGES, blocks_needed, check_blocks, check_model, check_shape, num_shards, pools
-from longcat_pd.config.model import ModelConfig
+from longcat_pd.config.model import ModelConfig, attentions_of
 from longcat_pd.config.reader import Findings, Reader, lay_over
 from longcat_pd.config.schema import (
     ClusterConfig,
@@ -211,14 +211,17 @@ def _resolved_engine(pool: PoolConfig, config: ClusterConfig, *, model: ModelCon
         return engine
     whole = blocks_needed(engine.max_model_len, engine, num_shards=num_shards(pool.parallel))
     bytes_per_value = 4 if config.model.dtype == "float32" else 2
-    token_bytes = cache_values(model, max(pool.parallel.layers_per_stage)) * bytes_per_value
+    token_bytes = bytes_per_value * cache_values(
+        model, max(pool.parallel.layers_per_stage), has_draft=engine.num_draft_tokens > 0
+    )
     affordable = CPU_CACHE_BYTES // (token_bytes * engine.block_size)
     return dataclasses.replace(engine, num_blocks=1 + max(whole, min(whole * engine.max_num_seqs, affordable)))
 
 
-def cache_values(model: ModelConfig, num_layers: int) -> int:
-    """Cached numbers of one token in so many layers."""
-    return sum(sum(model.cached_widths(attention).values()) for attention in range(2 * num_layers))
+def cache_values(model: ModelConfig, num_layers: int, *, has_draft: bool = False) -> int:
+    """Cached numbers of one token in so many layers, and in the draft layer."""
+    attentions = [*range(2 * num_layers), *(attentions_of(model, model.num_layers) if has_draft else ())]
+    return sum(sum(model.cached_widths(attention).values()) for attention in attentions)
 
 
 def even_stages(num_layers: int, num_stages: int) -> tuple[int, ...]:

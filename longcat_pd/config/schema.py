@@ -49,6 +49,7 @@ class EngineConfig:
     max_model_len: int = 0  # resolved: the checkpoint's max_position_embeddings; tokens of prompt + answer
     max_num_seqs: int = 64  # slots of the whole instance
     max_num_batched_tokens: int = 16384  # tokens of one prefill plan
+    num_draft_tokens: int = 0  # drafts of each decode window; above 0 a prefill pool computes the draft layer's cache
     exe_mode: Literal["eager"] = "eager"
     num_blocks: int = 0  # blocks of each cache shard, block 0 included; resolved: on cpu what 256 MiB a rank hold
     max_queued_requests: int = 512

@@ -16,7 +16,7 @@ from longcat_pd.engine.driver import Engine
 from longcat_pd.engine.request import Delta, Event, Request, SamplingParams, TokenOutput, TransferRef
 from longcat_pd.engine.sequence import Sequence
 from longcat_pd.kv_cache.layout import BlockSplit
-from longcat_pd.kv_transfer.messages import Arrival, Grant, Hello
+from longcat_pd.kv_transfer.messages import Arrival, Commit, Grant, Hello
 from longcat_pd.kv_transfer.offers import IncomingTransfer, Offers
 from longcat_pd.metrics import TransferMetrics
 from longcat_pd.server.service import Readiness, decode_state
@@ -67,16 +67,17 @@ class DecodeService:
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """Reserve, grant, wait for the cache and the commit, acknowledge, decode."""
         assert request.transfer is not None, "a request of ``adopt``"
-        num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
+        num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens + self.engine_config.num_draft_tokens
         async with AsyncExitStack() as held:
             async with self._offers.take(request.transfer.id, peer=request.transfer.peer) as transfer:
                 seq = await transfer.during(held.enter_async_context(self._engine.reserve(request, num_tokens)))
                 self._engine.announce(seq, self._arrival(seq, transfer))
                 transfer.grant(self._grant(seq, transfer))
                 self._engine.stamp(seq, Event.GRANTED)
-                first = await self._arrived(seq, transfer)
+                commit = await self._arrived(seq, transfer)
                 transfer.acknowledge()
-            async with aclosing(self._engine.decode(seq, first)) as deltas:
+            first = TokenOutput(commit.token_id, commit.logprob, commit.top)
+            async with aclosing(self._engine.decode(seq, first, commit.draft_state)) as deltas:
                 async for delta in deltas:
                     yield delta
 
@@ -89,11 +90,15 @@ class DecodeService:
         account = await self._engine.accounting(transfers=self._offers.num_open)
         return {"role": self.role, "instance": self.name, "incarnation": self._hello.incarnation, **account}
 
+    def restart_means(self) -> None:
+        """Of accepted drafts."""
+        self._engine.acceptance.restart()
+
     def info(self) -> dict[str, Any]:
         """Layout and state for /server_info."""
         parallel = self._spec.parallel
         layout = {"dp_size": parallel.dp_size, "kvp_size": parallel.kvp_size}
-        return {"parallel": layout, "internal_states": [decode_state(self._spec)]}
+        return {"parallel": layout, "internal_states": [decode_state(self._spec, self._engine.acceptance.mean())]}
 
     def computed_by(self, peer: str | None) -> tuple[Hello, ...]:
         """The prefill instance and this one."""
@@ -132,8 +137,8 @@ class DecodeService:
             generation=seq.generation,
         )
 
-    async def _arrived(self, seq: Sequence, transfer: IncomingTransfer) -> TokenOutput:
-        """The first token, once all ranks have everything. A prompt may take long: its deadline is the only limit.
+    async def _arrived(self, seq: Sequence, transfer: IncomingTransfer) -> Commit:
+        """The commit, once all ranks have everything. A prompt may take long: its deadline is the only limit.
 
         A sender that stops in the middle is seen by its own ranks or by the silence of its link, and is heard here as the
         end of the transfer.
@@ -143,4 +148,4 @@ class DecodeService:
         self._metrics.transfer_bytes_total.inc(sum(r.num_bytes for r in reports))
         commit = await transfer.committed(self._offers.limits.commit_s)
         self._engine.stamp(seq, Event.COMMITTED)
-        return TokenOutput(commit.token_id, commit.logprob, commit.top)
+        return commit

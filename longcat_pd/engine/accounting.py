@@ -1,4 +1,4 @@
-"""What an instance says of itself: whether it is fit, and the leak invariant.
+"""What an instance says of itself: whether it is fit, how its drafts do, and the leak invariant.
 
 The invariant compares what the ranks hold by their own count with what the driver believes they hold; its form is that of
 ``/debug/accounting`` at a worker, without the lines that say who answers.
@@ -7,13 +7,14 @@ The invariant compares what the ranks hold by their own count with what the driv
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from longcat_pd.clock import Clock
 from longcat_pd.engine.loop import StepLoop
-from longcat_pd.engine.plan import RankAccounts
+from longcat_pd.engine.plan import RankAccounts, StepOutput
 from longcat_pd.engine.room import RankFigures
 from longcat_pd.engine.roster import RankState
 from longcat_pd.errors import LongcatError
@@ -21,6 +22,30 @@ from longcat_pd.log import logger
 from longcat_pd.metrics import EngineMetrics
 
 ANSWER_LIMIT_S = 2.0
+ROWS_KEPT = 4096  # of the mean accepted length
+
+
+class Acceptance:
+    """How well drafts do: counters, and a mean over the latest rows of decode steps."""
+
+    def __init__(self, metrics: EngineMetrics) -> None:
+        self._metrics = metrics
+        self._lengths: deque[int] = deque(maxlen=ROWS_KEPT)
+
+    def add(self, outputs: Sequence[StepOutput]) -> None:
+        """The answers to one decode step; what a sequence does not take because it has ended counts like the rest."""
+        for slot in [slot for output in outputs for slot in output.slots]:
+            self._lengths.append(len(slot.token_ids))
+            self._metrics.draft_tokens_total.inc(slot.num_drafts)
+            self._metrics.accepted_tokens_total.inc(len(slot.token_ids) - 1)
+
+    def mean(self) -> float | None:
+        """Tokens for each row and step, the target's own included; None before the first."""
+        return sum(self._lengths) / len(self._lengths) if self._lengths else None
+
+    def restart(self) -> None:
+        """Begin a new mean; the counters go on."""
+        self._lengths.clear()
 
 
 @dataclass(frozen=True, slots=True)

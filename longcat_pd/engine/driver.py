@@ -21,7 +21,7 @@ from longcat_pd.engine.loop import StepLoop
 from longcat_pd.engine.request import Delta, Event, Request, TokenOutput
 from longcat_pd.engine.scheduler import Scheduler
 from longcat_pd.engine.sequence import Sequence, Stage
-from longcat_pd.kv_transfer.messages import Arrival, Push, TransferClosed
+from longcat_pd.kv_transfer.messages import Arrival, DraftState, Push, TransferClosed
 from longcat_pd.metrics import Metrics
 
 
@@ -46,7 +46,10 @@ class Engine:
         self._queue_timeout_s = config.queue_timeout_s
         self._clock = clock
         self._scheduler = Scheduler(config, parallel, eos_token_ids=eos_token_ids)
-        self._loop = StepLoop(self._scheduler, executor=executor, clock=clock, metrics=metrics.engine)
+        self.acceptance = accounting.Acceptance(metrics.engine)
+        self._loop = StepLoop(
+            self._scheduler, executor=executor, clock=clock, metrics=metrics.engine, on_decoded=self.acceptance.add
+        )
         metrics.refresh_with(lambda: accounting.set_gauges(self._loop, metrics.engine))
 
     async def start(self) -> Ready:
@@ -120,13 +123,15 @@ class Engine:
         """Reports about an announced or pushed transfer that have come so far."""
         return list(self._loop.reports[transfer_id].events)
 
-    async def decode(self, seq: Sequence, first: TokenOutput) -> AsyncGenerator[Delta, None]:
+    async def decode(
+        self, seq: Sequence, first: TokenOutput, draft_state: DraftState | None = None
+    ) -> AsyncGenerator[Delta, None]:
         """Generate behind ``first``, which is the first delta; ends with the delta that has ``finish``.
 
-        A sequence with an announced arrival is admitted here, with its prompt computed.
+        A sequence with an announced arrival is admitted here, with its prompt computed and the ``draft_state`` that came.
         """
         self._loop.raise_failure()
-        self._scheduler.start_decode(seq, first)
+        self._scheduler.start_decode(seq, first, draft_state)
         seq.stamp(Event.FIRST_TOKEN, self._clock.now())
         self._loop.wake()
         inbox = self._loop.inboxes[seq]

@@ -27,13 +27,19 @@ class _Tables:
 
 
 class InputsBuilder:
-    """Fills ForwardInputs. ``ngram_order``: N of the over-embedding, 0 where this rank embeds without it."""
+    """Fills ForwardInputs. ``ngram_order``: N of the over-embedding, 0 where this rank embeds without it.
 
-    def __init__(self, shard: CacheShard, block_size: int, ngram_order: int, device: torch.device) -> None:
+    ``has_draft``: this rank has the draft layer, which takes the rows of prompts and of draft steps.
+    """
+
+    def __init__(
+        self, shard: CacheShard, block_size: int, ngram_order: int, device: torch.device, *, has_draft: bool = False
+    ) -> None:
         self._shard = shard
         self._block_size = block_size
         self._ngram_order = ngram_order
         self._device = device
+        self._has_draft = has_draft
 
     def build(self, spans: Sequence[Span]) -> ForwardInputs:
         """The batch of one step; at least one span."""
@@ -56,6 +62,7 @@ class InputsBuilder:
             table_stride=self._shard.num_ranks if self._shard.access == "partitioned" else 1,
             gather_blocks=None if tables.gather is None else self._tensor(tables.gather),
             output_rows=self._tensor(self._output_rows(spans, rows, offsets)),
+            next_token_ids=self._next_token_ids(spans, rows),
         )
 
     def _own_positions(self, span: Span) -> Int64s:
@@ -107,13 +114,23 @@ class InputsBuilder:
         return self._tensor(np.concatenate(windows))
 
     def _output_rows(self, spans: Sequence[Span], rows: Sequence[Int64s], offsets: Int64s) -> Int64s:
-        """One row for each span that wants a token; -1 where another rank computes it."""
-        wanted = [
-            offset + len(positions) - 1 if len(positions) and positions[-1] == span.end - 1 else -1
-            for span, positions, offset in zip(spans, rows, offsets, strict=False)
-            if span.wants_token
-        ]
-        return np.array(wanted, dtype=np.int64)
+        """The last ``num_outputs`` rows of each span; -1 where another rank computes one."""
+        wanted = [np.zeros(0, dtype=np.int64)]
+        for span, positions, offset in zip(spans, rows, offsets, strict=False):
+            rows_of = np.full(span.end - span.start, -1, dtype=np.int64)
+            rows_of[positions - span.start] = offset + np.arange(len(positions))
+            wanted.append(rows_of[len(rows_of) - span.num_outputs :])
+        return np.concatenate(wanted)
+
+    def _next_token_ids(self, spans: Sequence[Span], rows: Sequence[Int64s]) -> torch.Tensor | None:
+        """The draft layer takes rows whose next tokens are settled, so none of a window."""
+        if not self._has_draft or any(span.num_drafts for span in spans):
+            return None
+        found = []
+        for span, positions in zip(spans, rows, strict=True):
+            num_known = span.state.num_tokens + span.state.num_drafts
+            found.append(np.where(positions + 1 < num_known, span.state.token_ids[positions + 1], 0))
+        return self._tensor(np.concatenate(found))
 
     def _tensor(self, array: Int64s) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self._device)

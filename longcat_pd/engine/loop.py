@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -35,10 +36,18 @@ class _Flight:
 class StepLoop:
     """Runs from ``start`` until it fails or is closed; then every wait raises the reason.
 
-    The verbs call ``wake`` after everything that they change.
+    The verbs call ``wake`` after everything that they change. ``on_decoded`` is told the answers to every decode step.
     """
 
-    def __init__(self, scheduler: Scheduler, *, executor: Executor, clock: Clock, metrics: EngineMetrics) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        executor: Executor,
+        clock: Clock,
+        metrics: EngineMetrics,
+        on_decoded: Callable[[tuple[StepOutput, ...]], None],
+    ) -> None:
         self.scheduler = scheduler
         self.inboxes: dict[Sequence, Inbox] = {}
         self.reports: dict[str, Reports] = {}
@@ -46,6 +55,7 @@ class StepLoop:
         self.executor = executor
         self._clock = clock
         self._metrics = metrics
+        self._on_decoded = on_decoded
         self._flights: deque[_Flight] = deque()
         self._wake = asyncio.Event()
         self.failure: LongcatError | None = None
@@ -158,6 +168,8 @@ class StepLoop:
                 if tokens and seq in self.inboxes:
                     self.inboxes[seq].tokens.extend(tokens)
                     self.inboxes[seq].ring()
+            if flight.plan.phase == "decode":
+                self._on_decoded(outputs)
             if flight.plan.segments:
                 self._metrics.step_seconds(flight.plan.phase).observe(now - flight.submitted_at)
                 phases.append(flight.plan.phase)

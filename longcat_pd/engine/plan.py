@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from longcat_pd.kv_transfer.messages import Arrival, Push, TransferClosed
+from longcat_pd.kv_transfer.messages import Arrival, DraftState, Push, TransferClosed
 
 Phase = Literal["prefill", "decode"]
 
@@ -37,7 +37,8 @@ class Admit:
     ``token_ids``: all ids known so far (the prompt; at the decode side prompt + first generated token).
     ``num_computed``: leading tokens whose cache is already there (0 in prefill; the prompt's length after a hand-over).
     ``blocks[b]``: local id of block number b in the shard that BlockSplit(n, block_size, split_start) names; covers the
-    whole reservation. ``arrival``: the announced transfer whose blocks become this sequence's (decode side).
+    whole reservation. ``arrival``: the announced transfer whose blocks become this sequence's (decode side), and
+    ``draft_state`` what its commit brought for the first drafts.
     """
 
     slot: int
@@ -50,6 +51,7 @@ class Admit:
     sampling: SlotSampling
     push: Push | None = None
     arrival: str | None = None
+    draft_state: DraftState | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +59,8 @@ class Segment:
     """Consecutive query tokens of one sequence.
 
     Prefill: ``start`` and ``num_tokens`` in positions of the sequence; a segment that is not ``is_last`` ends at a block
-    border; the last one yields a sampled token. Decode: one new token at the end that the rank knows, ``start`` is -1.
+    border; the last one yields a sampled token. Decode: a window of one new token, which the rank knows, and drafts, which
+    it makes; ``start`` is -1.
     """
 
     slot: int
@@ -90,12 +93,18 @@ PlanMessage = StepPlan | Stop
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotOutput:
-    """Sampled tokens of one slot, in order, with log-probs where asked for (``top``: id, log-prob; best first)."""
+    """Sampled tokens of one slot, in order, with log-probs where asked for (``top``: id, log-prob; best first).
+
+    All but the last were drafts, of which the window had ``num_drafts``. ``draft_state``: with the first token of a
+    sequence that is pushed, for the drafts of the decode side.
+    """
 
     slot: int
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    num_drafts: int = 0
+    draft_state: DraftState | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ class RankModel:
     """A rank's part of the model, and its cache.
 
     ``ngram_order``: N of the over-embedding where this stage embeds with it, else 0. ``hidden_size`` and ``dtype`` are
-    those of what travels between stages.
+    those of what travels between stages. ``has_draft``: the draft layer is here.
     """
 
     model: CausalLM
@@ -37,6 +37,7 @@ class RankModel:
     model_digest: str
     weight_bytes: int
     load_s: float
+    has_draft: bool = False
 
 
 def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
@@ -52,7 +53,10 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
     device = torch.device(instance.device)
     pp = mesh.axis("pp")
     layers = layers_of_stage(instance.parallel, config.num_layers, pp.rank)
-    cache = KVCache.of_layers(config, layers, engine=instance.engine, dtype=dtype, device=device)
+    is_last = pp.rank == pp.size - 1
+    has_draft = is_last and instance.engine.num_draft_tokens > 0
+    cached = range(layers.start, layers.stop + has_draft)
+    cache = KVCache.of_layers(config, cached, engine=instance.engine, dtype=dtype, device=device)
     int8 = int8_modules(open_checkpoint(Path(instance.model.path)))
     context = ModelContext(
         config=config,
@@ -61,11 +65,12 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
         cache=cache,
         layers=layers,
         is_first=pp.rank == 0,
-        is_last=pp.rank == pp.size - 1,
+        is_last=is_last,
         kv_access=mesh.cache_shard.access,
         dtype=dtype,
         device=device,
         int8=int8,
+        has_draft=has_draft,
     )
     model = CausalLM(context)
     weight_bytes = load_weights(model.weight_specs(), Path(instance.model.path), config=config)
@@ -79,6 +84,7 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
         model_digest=checkpoint_digest(Path(instance.model.path)),
         weight_bytes=weight_bytes,
         load_s=time.monotonic() - began,
+        has_draft=has_draft,
     )
 
 

@@ -12,8 +12,8 @@ from longcat_pd.engine.handover import Handover
 from longcat_pd.engine.inputs import InputsBuilder
 from longcat_pd.engine.plan import Admit, RankAccounts, RankReady, SlotOutput, StepOutput, StepPlan
 from longcat_pd.engine.rank_model import RankModel, load_rank_model
-from longcat_pd.engine.sampler import sample
 from longcat_pd.engine.slots import SlotState, Span
+from longcat_pd.engine.speculative import DraftSource, ModelDrafts, settled, unpacked
 from longcat_pd.kv_transfer.sides import ArrivalSide, PushSide
 from longcat_pd.parallel.collectives import PendingSend
 from longcat_pd.parallel.mesh import Mesh
@@ -27,6 +27,7 @@ class ModelRunner:
         mesh: its place among the ranks of the instance.
         loaded: model and cache; read from ``spec``'s checkpoint when not given.
         push, arrival: the lanes of a hand-over (see ``Handover``).
+        drafts: where drafts come from, if not from the checkpoint's draft layer.
     """
 
     def __init__(
@@ -37,13 +38,21 @@ class ModelRunner:
         loaded: RankModel | None = None,
         push: PushSide | None = None,
         arrival: ArrivalSide | None = None,
+        drafts: DraftSource | None = None,
     ) -> None:
         self._spec = spec
         self._mesh = mesh
         self._loaded = loaded or load_rank_model(spec, mesh)
         self.cache = self._loaded.cache
         self._handover = Handover(push, arrival)
-        self._inputs = InputsBuilder(mesh.cache_shard, self.cache.block_size, self._loaded.ngram_order, self._loaded.device)
+        self._inputs = InputsBuilder(
+            mesh.cache_shard,
+            self.cache.block_size,
+            self._loaded.ngram_order,
+            self._loaded.device,
+            has_draft=self._loaded.has_draft,
+        )
+        self._drafts = drafts or ModelDrafts(self._loaded.model, self._inputs)
         self._slots: dict[int, SlotState] = {}
         self._blocks_live = 0
         self._last_step = 0
@@ -108,6 +117,9 @@ class ModelRunner:
         assert admit.slot not in self._slots, f"slot {admit.slot} is taken"
         assert admit.group == self._mesh.coordinate("dp"), f"slot {admit.slot} is of group {admit.group}"
         state = SlotState(admit, self._mesh.cache_shard.num_ranks, self.cache.block_size)
+        if admit.draft_state is not None:
+            like = torch.empty(0, dtype=self._loaded.dtype, device=self._loaded.device)
+            state.undrafted = unpacked(admit.draft_state, like)
         self._slots[admit.slot] = state
         self._blocks_live += self._num_held(state)
         self._handover.admit(admit)
@@ -121,7 +133,9 @@ class ModelRunner:
         return len(state.held_by(self._mesh.cache_shard.rank))
 
     def _compute(self, spans: Sequence[Span]) -> tuple[SlotOutput, ...]:
-        """One forward step of this stage; the last stage samples."""
+        """One forward step of this stage; the last stage samples. Windows get their drafts first."""
+        for num_drafts in sorted({span.num_drafts for span in spans} - {0}):
+            self._drafts.propose([span.state for span in spans if span.num_drafts == num_drafts], num_drafts)
         inputs = self._inputs.build(spans)
         pp = self._mesh.axis("pp")
         hidden = self._received(len(inputs.token_ids)) if pp.rank else None
@@ -131,10 +145,11 @@ class ModelRunner:
         if pp.rank < pp.size - 1:
             self._pass_on(hidden)
             return ()
-        states = [span.state for span in spans if span.wants_token]
-        if not states:
+        wanting = [span for span in spans if span.wants_token]
+        if not wanting:
             return ()
-        return _sampled(self._loaded.model.logits(hidden, inputs.output_rows), states)
+        final = self._loaded.model.final(hidden, inputs.output_rows)
+        return settled(final, self._loaded.model.logits(final), wanting, has_draft=self._loaded.has_draft)
 
     def _received(self, num_rows: int) -> torch.Tensor:
         pp = self._mesh.axis("pp")
@@ -146,20 +161,3 @@ class ModelRunner:
         if self._sending is not None:
             self._sending.wait()
         self._sending = pp.start_send(hidden, pp.rank + 1)
-
-
-def _sampled(logits: torch.Tensor, states: Sequence[SlotState]) -> tuple[SlotOutput, ...]:
-    """Draws one token for each sequence and appends it to what the slot knows."""
-    sampled = sample(logits, [state.sampling for state in states], [state.num_tokens for state in states])
-    outputs = []
-    for state, token in zip(states, sampled, strict=True):
-        state.append(token.token_id)
-        outputs.append(
-            SlotOutput(
-                slot=state.slot,
-                token_ids=(token.token_id,),
-                logprobs=() if token.logprob is None else (token.logprob,),
-                top=() if token.logprob is None else (token.top,),
-            )
-        )
-    return tuple(outputs)

@@ -16,7 +16,7 @@ from longcat_pd.engine.request import Event, SamplingParams, TokenOutput
 from longcat_pd.engine.room import Room
 from longcat_pd.engine.sequence import Sequence, Stage
 from longcat_pd.errors import EngineFault
-from longcat_pd.kv_transfer.messages import Arrival, Push
+from longcat_pd.kv_transfer.messages import Arrival, DraftState, Push
 from longcat_pd.wire import pack
 
 
@@ -73,10 +73,16 @@ class Scheduler:
         seq.arrival = arrival
         self._todo.arrivals.append(seq)
 
-    def start_decode(self, seq: Sequence, first: TokenOutput) -> None:
-        """Generate behind ``first``. If that ends the answer already, the sequence is over now."""
+    def start_decode(self, seq: Sequence, first: TokenOutput, draft_state: DraftState | None = None) -> None:
+        """Generate behind ``first``. If that ends the answer already, the sequence is over now.
+
+        ``draft_state``: what came with the cache of an arrival.
+        """
         assert seq.stage is Stage.PREFILLED or (seq.stage is Stage.HELD and seq.is_announced), seq.stage
-        assert seq.num_tokens >= seq.num_prompt_tokens + seq.request.sampling.max_tokens - 1
+        num_drafts = self._config.num_draft_tokens
+        assert seq.num_tokens >= seq.num_prompt_tokens + seq.request.sampling.max_tokens - 1 + num_drafts
+        if seq.arrival:
+            seq.draft_state = draft_state
         seq.num_scheduled = seq.num_computed = seq.num_prompt_tokens
         seq.take(first, self._eos_token_ids)
         if seq.finish:
@@ -132,6 +138,7 @@ class Scheduler:
                 if segment.slot not in slots:
                     raise EngineFault(f"step {flight.plan.step_id}: no token for slot {segment.slot}")
                 tokens = _tokens(slots[segment.slot])
+                seq.draft_state = slots[segment.slot].draft_state
             if flight.plan.phase == "prefill":
                 self._prefilled(seq, segment, now)
             else:
@@ -148,7 +155,8 @@ class Scheduler:
             return "prefill", chunks
         if "decode" in computing:
             return "prefill", []
-        return "decode", [Segment(slot=s, start=-1, num_tokens=1, is_last=True) for s in self._decoding]
+        window = 1 + self._config.num_draft_tokens
+        return "decode", [Segment(slot=s, start=-1, num_tokens=window, is_last=True) for s in self._decoding]
 
     def _chunks(self) -> list[Segment]:
         budget = self._config.max_num_batched_tokens
@@ -210,6 +218,7 @@ class Scheduler:
             sampling=_for_slot(seq.request.sampling),
             push=seq.push,
             arrival=seq.arrival.transfer_id if seq.arrival else None,
+            draft_state=seq.draft_state,
         )
 
     def _prefilled(self, seq: Sequence, segment: Segment, now: float) -> None:

@@ -11,7 +11,7 @@ from enum import Enum
 from longcat_pd.engine.request import Event, FinishReason, Request, TokenOutput
 from longcat_pd.kv_cache.block_table import BlockTable
 from longcat_pd.kv_cache.layout import BlockSplit
-from longcat_pd.kv_transfer.messages import Arrival, Push
+from longcat_pd.kv_transfer.messages import Arrival, DraftState, Push
 
 
 class Stage(str, Enum):
@@ -31,7 +31,7 @@ class Sequence:
 
     ``num_tokens``: positions that the reservation covers. ``num_scheduled``: leading prompt positions that stand in plans;
     ``num_computed``: positions that the ranks have reported. ``is_admitted``, ``is_announced``: a plan has told the ranks
-    of this sequence, of its arrival.
+    of this sequence, of its arrival. ``draft_state``: what the first drafts behind a hand-over start from.
     """
 
     request: Request
@@ -49,6 +49,7 @@ class Sequence:
     push: Push | None = None
     arrival: Arrival | None = None
     is_announced: bool = False
+    draft_state: DraftState | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from longcat_pd.config.model import ModelConfig
-
-ATTENTIONS_PER_LAYER = 2
+from longcat_pd.config.model import ModelConfig, attentions_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,14 +14,14 @@ class CacheEntry:
     """One vector for each token: ``latent.{a}`` and ``rope.{a}`` of attention a, ``index.{a}`` where a owns an indexer."""
 
     name: str
-    attention: int  # global number: 2 * layer + place in the layer
+    attention: int  # global number (``attentions_of``)
     width: int
     dtype: torch.dtype
 
     @property
     def layer(self) -> int:
-        """The decoder layer."""
-        return self.attention // ATTENTIONS_PER_LAYER
+        """The layer; the draft layer is the one behind the decoder layers."""
+        return self.attention // 2
 
     @property
     def token_bytes(self) -> int:
@@ -39,12 +37,12 @@ class CacheSpec:
 
     @classmethod
     def of(cls, config: ModelConfig, layers: range, dtype: torch.dtype) -> CacheSpec:
-        """What ``layers`` of this checkpoint cache."""
-        attentions = range(layers.start * ATTENTIONS_PER_LAYER, layers.stop * ATTENTIONS_PER_LAYER)
+        """What ``layers`` of this checkpoint cache; number ``num_layers`` is the draft layer."""
         return cls(
             tuple(
                 CacheEntry(f"{kind}.{attention}", attention, width, dtype)
-                for attention in attentions
+                for layer in layers
+                for attention in attentions_of(config, layer)
                 for kind, width in config.cached_widths(attention).items()
             )
         )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
-from longcat_pd.config.model import ModelConfig
+from longcat_pd.config.model import ModelConfig, attentions_of
 from longcat_pd.config.schema import InstanceSpec
 from longcat_pd.kv_transfer.messages import Hello
+from longcat_pd.kv_transfer.plan import travelling_layers
 from longcat_pd.wire import WIRE_VERSION
 
 LANE_PORT_OFFSET = 5  # from http_port: where a decode instance serves its lanes
@@ -49,25 +50,27 @@ def make_hello(spec: InstanceSpec, model: ModelConfig, identity: Identity) -> He
         model_digest=identity.model_digest,
         tokenizer_digest=identity.tokenizer_digest,
         block_size=spec.engine.block_size,
-        cache_entries=cache_entries(model, spec.model.dtype),
+        cache_entries=cache_entries(model, spec.model.dtype, has_draft=spec.engine.num_draft_tokens > 0),
         digest_mode=spec.transfer.digest,
         max_model_len=spec.engine.max_model_len,
         pp_size=parallel.pp_size,
         cp_size=parallel.cp_size,
         dp_size=parallel.dp_size,
         kvp_size=parallel.kvp_size,
-        layers_per_stage=parallel.layers_per_stage,
+        layers_per_stage=travelling_layers(parallel.layers_per_stage, has_draft=spec.engine.num_draft_tokens > 0),
         device=spec.device,
         lane_host=spec.host,
         lane_port=spec.http_port + LANE_PORT_OFFSET,
+        num_draft_tokens=spec.engine.num_draft_tokens,
     )
 
 
-def cache_entries(model: ModelConfig, dtype: str) -> tuple[tuple[str, int, str], ...]:
+def cache_entries(model: ModelConfig, dtype: str, *, has_draft: bool = False) -> tuple[tuple[str, int, str], ...]:
     """Name, width and data type of every cache entry; what ``CacheSpec`` says, for a process without torch."""
     return tuple(
         (f"{kind}.{attention}", width, dtype)
-        for attention in range(2 * model.num_layers)
+        for layer in range(model.num_layers + has_draft)
+        for attention in attentions_of(model, layer)
         for kind, width in model.cached_widths(attention).items()
     )
 
@@ -90,6 +93,8 @@ def mismatches(prefill: Hello, decode: Hello) -> tuple[Mismatch, ...]:
     ]
     if prefill.cache_entries != decode.cache_entries:
         found.append(_first_entry(prefill, decode))
+    if (prefill.num_draft_tokens > 0) != (decode.num_draft_tokens > 0):
+        found.append(_of("num_draft_tokens", prefill, decode))
     if decode.max_model_len < prefill.max_model_len:
         found.append(_of("max_model_len", prefill, decode))
     if (prefill.role, decode.role) != ("prefill", "decode"):

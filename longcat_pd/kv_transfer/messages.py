@@ -32,10 +32,11 @@ class Hello:
     cp_size: int
     dp_size: int
     kvp_size: int
-    layers_per_stage: tuple[int, ...]
+    layers_per_stage: tuple[int, ...]  # whose cache travels: with the draft layer in the last stage where drafts are on
     device: str
     lane_host: str = ""
     lane_port: int = 0
+    num_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,14 +82,23 @@ class Refuse:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DraftState:
+    """What the first drafts start from: the target's final hidden state of the prompt's last position, as raw numbers."""
+
+    hidden: bytes
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    """Prefill is done: the first token with its log-probs. The lanes may still be draining."""
+    """Prefill is done: the first token with its log-probs, and what drafts start from. The lanes may still be draining."""
 
     transfer_id: str
     token_id: int
     logprob: float | None
     top: tuple[tuple[int, float], ...]
     timings_ms: dict[str, float]
+    draft_state: DraftState | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +146,7 @@ class Arrival:
     peer_incarnation: str
     source_pp_size: int
     source_cp_size: int
-    source_layers: tuple[int, ...]  # layers of each source stage
+    source_layers: tuple[int, ...]  # layers of each source stage, with the draft layer if it travels
     prompt_len: int
     blocks: bytes  # as in Push; covers the whole reservation of the sequence
     split_start: int

@@ -71,7 +71,10 @@ class IncomingTransfer(OpenTransfer):
 
     async def committed(self, limit_s: float) -> Commit:
         """The commit, once only it is missing. Raises TransferFailed, DeadlineExceeded."""
-        return await self.within(limit_s, asyncio.shield(self._commit), "commit")
+        commit = await self.within(limit_s, asyncio.shield(self._commit), "commit")
+        if self.theirs.num_draft_tokens and commit.draft_state is None:
+            raise TransferFailed(f"transfer {self.id}: the commit lacks what drafts start from")
+        return commit
 
     def acknowledge(self) -> None:
         """Everything is here."""

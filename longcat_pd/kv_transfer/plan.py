@@ -14,6 +14,12 @@ from functools import cached_property
 from longcat_pd.kv_cache.layout import BlockSplit
 
 
+def travelling_layers(layers_per_stage: Sequence[int], *, has_draft: bool) -> tuple[int, ...]:
+    """Layers of each prefill stage whose cache travels: the draft layer is one more of the last stage."""
+    *others, last = layers_per_stage
+    return (*others, last + has_draft)
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
     """One block of one cache entry goes from a prefill rank to a decode rank (numbers within their instances)."""
@@ -33,7 +39,7 @@ class TransferPlan:
     one rank, whatever the sizes of the two pools are.
 
     Args:
-        source_layers: layers of each prefill stage, in order.
+        source_layers: layers of each prefill stage, in order (see ``travelling_layers``).
         source_split: blocks -> ranks of one stage; prefill rank = stage * cp_size + cp_rank.
         target_split: blocks -> ranks of the decode group.
         first_rank: number of the group's first rank in the decode instance.

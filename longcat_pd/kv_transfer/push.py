@@ -37,7 +37,7 @@ _JOIN_S = 5.0
 class PrefillShape:
     """Layout of the prefill pool, as far as a rank needs it for the hand-over."""
 
-    layers_per_stage: tuple[int, ...]
+    layers_per_stage: tuple[int, ...]  # with the draft layer if it travels
     cp_size: int
 
 

@@ -69,17 +69,25 @@ class Attention(nn.Module):
 
         ``keys`` is the selection of the attention before, used where this one owns no indexer; None: all visible keys.
         """
-        q_lora, latent, rope_key = self.down(x).split(
-            (self._config.q_lora_rank, self._config.kv_lora_rank, self._config.qk_rope_head_dim), -1
-        )
-        q_lora = self.q_norm(q_lora)
-        self._ops.store(self._latents, inputs.slot_mapping, self.kv_norm(latent) * self._config.kv_lora_scale)
-        self._ops.store(self._rope_keys, inputs.slot_mapping, self._ops.rope(rope_key, rotation, is_interleaved=True))
+        q_lora = self._store(x, rotation, inputs)
         if self.indexer is not None:
             keys = self.indexer(x, q_lora, rotation=rotation, inputs=inputs)
-        q = self._queries(q_lora, rotation)
-        latents = self._kv_access.attend(self._attention, q, keys=keys, inputs=inputs)
-        return self.o_proj(self.kv_up.values(latents.to(x.dtype))), keys
+        return self._attend(q_lora, rotation, keys=keys, inputs=inputs), keys
+
+    def reuse(
+        self, x: Tensor, rotation: Tensor, *, inputs: ForwardInputs, keys: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Like ``forward`` with a selection that was made for an earlier row: it, and the new row's own position."""
+        q_lora = self._store(x, rotation, inputs)
+        if keys is not None:
+            keys = self._kv_access.with_own(keys, inputs)
+        return self._attend(q_lora, rotation, keys=keys, inputs=inputs), keys
+
+    def write(self, x: Tensor, rotation: Tensor, *, inputs: ForwardInputs) -> None:
+        """Only the cache entries of the rows."""
+        self._store(x, rotation, inputs)
+        if self.indexer is not None:
+            self.indexer.store(x, rotation, inputs=inputs)
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """All projections, norms and the indexer."""
@@ -87,6 +95,22 @@ class Attention(nn.Module):
             yield from module.weight_specs()
         if self.indexer is not None:
             yield from self.indexer.weight_specs()
+
+    def _store(self, x: Tensor, rotation: Tensor, inputs: ForwardInputs) -> Tensor:
+        """Writes latents and rope parts; the normed query latents [T, q_lora_rank]."""
+        q_lora, latent, rope_key = self.down(x).split(
+            (self._config.q_lora_rank, self._config.kv_lora_rank, self._config.qk_rope_head_dim), -1
+        )
+        self._ops.store(self._latents, inputs.slot_mapping, self.kv_norm(latent) * self._config.kv_lora_scale)
+        self._ops.store(self._rope_keys, inputs.slot_mapping, self._ops.rope(rope_key, rotation, is_interleaved=True))
+        normed: Tensor = self.q_norm(q_lora)
+        return normed
+
+    def _attend(self, q_lora: Tensor, rotation: Tensor, *, keys: Tensor | None, inputs: ForwardInputs) -> Tensor:
+        q = self._queries(q_lora, rotation)
+        latents = self._kv_access.attend(self._attention, q, keys=keys, inputs=inputs)
+        out: Tensor = self.o_proj(self.kv_up.values(latents.to(q_lora.dtype)))
+        return out
 
     def _queries(self, q_lora: Tensor, rotation: Tensor) -> Tensor:
         """[T, own heads, C + R]. The factor sqrt(H / q_lora_rank) is part of the softmax scale."""

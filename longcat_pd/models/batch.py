@@ -41,3 +41,4 @@ class ForwardInputs:
     table_stride: int
     gather_blocks: torch.Tensor | None  # [num_gather] int64 local block ids to contribute, padded with 0; GatheredKV only
     output_rows: torch.Tensor  # [R] int64: rows of this rank whose logits are wanted
+    next_token_ids: torch.Tensor | None = None  # [T] int64, t_{i+1} (0: not known); where the draft layer takes these rows

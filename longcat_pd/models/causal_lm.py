@@ -10,12 +10,13 @@ from longcat_pd.models.batch import ForwardInputs
 from longcat_pd.models.context import ModelContext
 from longcat_pd.models.decoder import Stack
 from longcat_pd.models.embedding import LmHead, VocabEmbedding
+from longcat_pd.models.mtp import Chosen, DraftLayer
 from longcat_pd.models.ngram import NgramEmbedding
 from longcat_pd.models.weight_spec import WeightSpec
 
 
 class CausalLM(nn.Module):
-    """A stage's layers, with the embedding on the first stage and final norm and head on the last."""
+    """A stage's layers, with the embedding on the first stage and final norm, head and draft layer on the last."""
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__()
@@ -25,10 +26,12 @@ class CausalLM(nn.Module):
         self.ngram = NgramEmbedding(context) if context.is_first and has_ngrams else None
         self.stack = Stack(context)
         self.head = LmHead(context) if context.is_last else None
+        self._draft_number = context.config.num_layers
+        self.draft = DraftLayer(context) if context.is_last and context.has_draft else None
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """Every checkpoint tensor (or part of one) that this rank holds."""
-        for module in (self.word, self.ngram, self.stack, self.head):
+        for module in (self.word, self.ngram, self.stack, self.head, self.draft):
             if module is not None:
                 yield from module.weight_specs()
 
@@ -36,20 +39,44 @@ class CausalLM(nn.Module):
         """[T, hidden] behind this stage's layers.
 
         ``hidden`` is what the stage before sent; the first stage takes None and embeds token ids. ``on_layer(l)`` is called
-        after each layer, when its cache entries are written.
+        after each layer, when its cache entries are written; the draft layer, number ``num_layers``, is the last.
         """
         x = self._embed(inputs) if hidden is None else hidden
         out: Tensor = self.stack(x, inputs, on_layer)
+        if self.draft is not None and inputs.next_token_ids is not None:
+            assert self.head is not None
+            self.write_drafts(self.head.norm(out), inputs)
+            if on_layer is not None:
+                on_layer(self._draft_number)
         return out
 
-    def logits(self, hidden: Tensor, output_rows: Tensor) -> Tensor:
-        """[R, V] fp32 of rows of ``forward``'s result, equal on all ranks of the stage. Last stage only.
+    def final(self, hidden: Tensor, output_rows: Tensor) -> Tensor:
+        """[R, hidden]: rows of ``forward``'s result behind the final norm, on all ranks of the stage. Last stage only.
 
         A row number -1 belongs to another rank of the ``cp`` axis; all its ranks call with equally many rows.
         """
         assert self.head is not None, "only the last stage has a head"
-        logits: Tensor = self.head(hidden, output_rows)
+        return self.head.final(hidden, output_rows)
+
+    def logits(self, final: Tensor) -> Tensor:
+        """[R, V] fp32 of final hidden states, the target's or a draft's; equal on all ranks of the stage."""
+        assert self.head is not None, "only the last stage has a head"
+        logits: Tensor = self.head(final)
         return logits
+
+    def write_drafts(self, final: Tensor, inputs: ForwardInputs) -> None:
+        """Cache entries of the draft layer for this rank's rows, from their final hidden states [T, hidden]."""
+        assert self.draft is not None
+        self.draft.write(final, inputs)
+
+    def draft_step(self, final: Tensor, inputs: ForwardInputs, chosen: Chosen | None) -> tuple[Tensor, Chosen]:
+        """One draft step of this rank's rows: the next final hidden states [R, hidden] of the output rows.
+
+        ``chosen``: what the first step of this round attended to; None in the first step.
+        """
+        assert self.draft is not None and self.head is not None
+        out, chosen = self.draft(final, inputs, chosen)
+        return self.head.rows(out, inputs.output_rows), chosen
 
     def _embed(self, inputs: ForwardInputs) -> Tensor:
         if self.ngram is not None:

@@ -43,11 +43,15 @@ class Indexer(nn.Module):
         ``x`` [T, hidden] is what the attention reads, ``q_lora`` [T, q_lora_rank] its normed query latent.
         """
         settings = self._settings
-        keys = self._turn(self.k_norm(self.wk(x)), rotation)
-        self._ops.store(self._index_keys, inputs.slot_mapping, keys)
+        self.store(x, rotation, inputs=inputs)
         queries = self._turn(self.wq_b(q_lora).view(len(x), settings.index_n_heads, settings.index_head_dim), rotation)
         weights = self.weights_proj(x.float()) * (settings.index_n_heads * settings.index_head_dim) ** -0.5
         return self._kv_access.select(self._attention, queries, weights=weights, inputs=inputs)
+
+    def store(self, x: Tensor, rotation: Tensor, *, inputs: ForwardInputs) -> None:
+        """Stores the index keys of the rows, for rows that attend to nothing."""
+        keys = self._turn(self.k_norm(self.wk(x)), rotation)
+        self._ops.store(self._index_keys, inputs.slot_mapping, keys)
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """The four projections and norms."""

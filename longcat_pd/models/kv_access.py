@@ -30,6 +30,10 @@ class KVAccess(Protocol):
         """
         ...
 
+    def with_own(self, keys: Tensor, inputs: ForwardInputs) -> Tensor:
+        """``keys`` [T, n] of earlier rows and the position of each row itself: [T, n + 1]."""
+        ...
+
     def attend(self, attention: int, q: Tensor, *, keys: Tensor | None, inputs: ForwardInputs) -> Tensor:
         """Weighted sums of latents, [T, own heads, C] fp32, for ``q`` [T, own heads, C + R] without its lora factor."""
         ...
@@ -59,6 +63,10 @@ class LocalKV:
         index = self._cache.tensor(f"index.{attention}")
         return self._visible.select(index_q, weights, index=index, inputs=inputs)
 
+    def with_own(self, keys: Tensor, inputs: ForwardInputs) -> Tensor:
+        """See KVAccess."""
+        return torch.cat((keys, inputs.positions.unsqueeze(-1)), -1)
+
     def attend(self, attention: int, q: Tensor, *, keys: Tensor | None, inputs: ForwardInputs) -> Tensor:
         """See KVAccess."""
         latent, rope = self._cache.tensor(f"latent.{attention}"), self._cache.tensor(f"rope.{attention}")
@@ -83,6 +91,10 @@ class GatheredKV:
             return None
         index = self._group.all_gather(self._contribution(f"index.{attention}", inputs))
         return self._visible.select(index_q, weights, index=index, inputs=inputs)
+
+    def with_own(self, keys: Tensor, inputs: ForwardInputs) -> Tensor:
+        """See KVAccess."""
+        return torch.cat((keys, inputs.positions.unsqueeze(-1)), -1)
 
     def attend(self, attention: int, q: Tensor, *, keys: Tensor | None, inputs: ForwardInputs) -> Tensor:
         """See KVAccess. Latents and rope parts travel together."""
@@ -127,6 +139,10 @@ class PartitionedKV:
             budget=visible.budget,
         )
         return self._held_here(torch.cat((best, visible.forced(inputs.positions)), -1), inputs)
+
+    def with_own(self, keys: Tensor, inputs: ForwardInputs) -> Tensor:
+        """See KVAccess."""
+        return torch.cat((keys, self._held_here(inputs.positions.unsqueeze(-1), inputs)), -1)
 
     def attend(self, attention: int, q: Tensor, *, keys: Tensor | None, inputs: ForwardInputs) -> Tensor:
         """See KVAccess."""

@@ -17,6 +17,8 @@ Shape = tuple[int, ...]
 # nothing reads.
 IGNORABLE_PREFIX = "model.mtp."
 
+DRAFT_EMBEDDING = "model.mtp.embed_tokens"
+
 # The two families of names for n-gram tables and their projections.
 _TABLE_SPELLINGS = (
     ("model.oe_embed_tokens{}.weight", "model.ngram_embeddings.embedders.{}.weight"),
@@ -64,6 +66,11 @@ def other_spelling(name: str) -> str | None:
             if name == ours.format(number[0]):
                 return theirs.format(number[0])
     return None
+
+
+def stand_in(name: str) -> str | None:
+    """What is read in place of a tensor that a checkpoint may lack: the draft layer can embed with the target's table."""
+    return "model.embed_tokens.weight" if name == f"{DRAFT_EMBEDDING}.weight" else None
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:

@@ -29,6 +29,7 @@ from longcat_pd.models.tensor_names import (
     expected_tensors,
     is_ignorable,
     other_spelling,
+    stand_in,
     weight_of,
 )
 from longcat_pd.models.weight_spec import Kind, WeightSpec
@@ -55,10 +56,12 @@ def load_weights(specs: Iterable[WeightSpec], path: Path, *, config: ModelConfig
     problems = _Problems()
     by_shard: dict[str, list[WeightSpec]] = {}
     for spec in wanted:
-        stored = replace(spec, name=aliases.get(spec.name, spec.name))
+        name = spec.name if spec.name in checkpoint.shard_of else stand_in(spec.name) or spec.name
+        stored = replace(spec, name=aliases.get(name, name))
         if stored.name in checkpoint.shard_of:
             by_shard.setdefault(checkpoint.shard_of[stored.name], []).append(stored)
-    needed = {name for name in expected if not is_ignorable(name)} | {spec.name for spec in wanted}
+    needed = {name for name in expected if not is_ignorable(name)}
+    needed |= {spec.name for spec in wanted if stand_in(spec.name) is None}
     useless = checkpoint.shard_of.keys() - expected.keys() - set(aliases.values())
     problems.add("missing", sorted(needed - checkpoint.shard_of.keys() - aliases.keys()))
     _check_scales(checkpoint, useless, config, problems=problems)

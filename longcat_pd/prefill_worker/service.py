@@ -60,7 +60,7 @@ class PrefillService:
                 self._engine.stamp(seq, Event.GRANTED)
                 first = await transfer.during(self._prefill(seq, transfer))
                 early = self._sent_early(transfer.id)
-                transfer.commit(_commit(transfer.id, first, request.life.timings_ms()))
+                transfer.commit(_commit(transfer.id, first, seq))
                 await transfer.during(self._sent(transfer, early))
                 await transfer.acknowledged()
                 self._engine.stamp(seq, Event.COMMITTED)
@@ -78,6 +78,10 @@ class PrefillService:
         """Fresh figures of all ranks."""
         account = await self._engine.accounting(transfers=self._offering.num_open)
         return {"role": self.role, "instance": self.name, "incarnation": self._hello.incarnation, **account}
+
+    def restart_means(self) -> None:
+        """Of accepted drafts."""
+        self._engine.acceptance.restart()
 
     def info(self) -> dict[str, Any]:
         """Layout and state for /server_info."""
@@ -135,7 +139,12 @@ class PrefillService:
         self._metrics.transfer_early_bytes_total.inc(early_bytes)
 
 
-def _commit(transfer_id: str, first: TokenOutput, timings_ms: dict[str, float]) -> Commit:
+def _commit(transfer_id: str, first: TokenOutput, seq: Sequence) -> Commit:
     return Commit(
-        transfer_id=transfer_id, token_id=first.token_id, logprob=first.logprob, top=first.top, timings_ms=timings_ms
+        transfer_id=transfer_id,
+        token_id=first.token_id,
+        logprob=first.logprob,
+        top=first.top,
+        timings_ms=seq.request.life.timings_ms(),
+        draft_state=seq.draft_state,
     )

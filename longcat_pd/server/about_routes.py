@@ -42,7 +42,7 @@ def about_table(service: Service, gate: Gate, defaults: SamplingDefaults, metric
     posts: Routes = {}
     if service.role == "standalone":
         gets |= _model_routes(about)
-        posts |= {"/flush_cache": _flush_cache}
+        posts |= _flush_routes(service)
     return RouteTable(open_gets=opens, gets=gets, posts=posts, admin_posts=_admin_routes(service.name, gate))
 
 
@@ -87,9 +87,13 @@ def _model_routes(about: About) -> Routes:
     return {"/v1/models": models, "/v1/models/{model_id:path}": model}
 
 
-async def _flush_cache(_: Request) -> Response:
-    """There is no cache of prefixes and no mean of drafts yet: nothing to empty is a success."""
-    return json_response({"success": True})
+def _flush_routes(service: Service) -> Routes:
+    async def flush_cache(_: Request) -> Response:
+        """There is no cache of prefixes yet: nothing to empty is a success."""
+        service.restart_means()
+        return json_response({"success": True})
+
+    return {"/flush_cache": flush_cache}
 
 
 def _admin_routes(name: str, gate: Gate) -> Routes:

@@ -45,11 +45,11 @@ class Readiness:
         return any(reason["code"] == "starting" for reason in self.reasons)
 
 
-def decode_state(spec: InstanceSpec) -> dict[str, Any]:
+def decode_state(spec: InstanceSpec, mean_accepted: float | None) -> dict[str, Any]:
     """The entry of ``internal_states`` of an instance that decodes, as benchmarks read it."""
     engine, parallel = spec.engine, spec.parallel
     return {
-        "avg_spec_accept_length": None,  # nothing is drafted
+        "avg_spec_accept_length": mean_accepted,
         "dp_size": parallel.dp_size,
         "attn_dp_size": 1,
         "effective_max_running_requests_per_dp": engine.max_num_seqs // parallel.dp_size,
@@ -82,6 +82,10 @@ class Service(Protocol):
 
     async def accounting(self) -> dict[str, Any]:
         """The worker form of ``/debug/accounting``: fresh figures of all ranks that answer within 2 s."""
+        ...
+
+    def restart_means(self) -> None:
+        """Means over the latest steps in ``info`` begin anew."""
         ...
 
     def info(self) -> dict[str, Any]:

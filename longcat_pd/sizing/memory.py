@@ -21,7 +21,7 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """What one rank needs. ``parts``: weights, n-gram tables, cache, index keys, workspace, process; in bytes."""
+    """What one rank needs. ``parts``: weights, n-gram tables, cache, index keys, drafts, workspace, process; in bytes."""
 
     rank: int
     parts: Mapping[str, int]
@@ -75,6 +75,7 @@ def _rank_memory(rank: int, spec: InstanceSpec, *, model: ModelConfig, stages: l
     index_keys = sum(widths.get("index", 0) for widths in cached)
     latents = sum(sum(widths.values()) for widths in cached) - index_keys
     is_first, is_last = stage == 0, stage == spec.parallel.pp_size - 1
+    has_draft = is_last and spec.engine.num_draft_tokens > 0
     return RankMemory(
         rank=rank,
         parts={
@@ -82,6 +83,7 @@ def _rank_memory(rank: int, spec: InstanceSpec, *, model: ModelConfig, stages: l
             "n-gram tables": _tables(model) * width if is_first else 0,
             "cache": cached_tokens * latents * width,
             "index keys": cached_tokens * index_keys * width,
+            "drafts": _drafts(model, spec, cached_tokens=cached_tokens, width=width) if has_draft else 0,
             "workspace": _workspace(spec, model, width=width),
             "process": PROCESS_BYTES,
         },
@@ -90,14 +92,7 @@ def _rank_memory(rank: int, spec: InstanceSpec, *, model: ModelConfig, stages: l
 
 def _weights(model: ModelConfig, parallel: ParallelConfig, *, layers: range, ends: int, width: int) -> int:
     """``ends``: how many of embedding and head are here. Attention heads are split over attn_tp, all else is whole."""
-    hidden, heads = model.hidden_size, model.num_attention_heads // parallel.attn_tp_size
-    latent, rope = model.kv_lora_rank, model.qk_rope_head_dim
-    attention = (
-        (model.q_lora_rank + latent + rope) * hidden
-        + heads * model.qk_head_dim * model.q_lora_rank
-        + heads * (model.qk_nope_head_dim + model.v_head_dim) * latent
-        + heads * model.v_head_dim * hidden
-    )
+    hidden, attention = model.hidden_size, _attention(model, parallel)
     router_bytes = model.num_router_outputs * (hidden + 1) * 4
     layer_bytes = (2 * attention + _indexer(model)) * width + router_bytes
     mlp_bytes = sum(_mlp_bytes(model, layer, width=width) for layer in layers)
@@ -105,18 +100,44 @@ def _weights(model: ModelConfig, parallel: ParallelConfig, *, layers: range, end
 
 
 def _mlp_bytes(model: ModelConfig, layer: int, *, width: int) -> int:
-    """The dense MLPs and the experts of a layer: int8 with fp32 scales where ``quantization_config`` says so."""
+    """The dense MLPs and the experts of a layer."""
     sizes = {f"model.layers.{layer}.mlps.{j}": model.ffn_hidden_size for j in (0, 1)}
     experts = range(model.n_routed_experts)
     sizes |= {f"model.layers.{layer}.mlp.experts.{e}": model.expert_ffn_hidden_size for e in experts}
+    return sum(_one_mlp_bytes(model, name, inner=inner, width=width) for name, inner in sizes.items())
+
+
+def _one_mlp_bytes(model: ModelConfig, name: str, *, inner: int, width: int) -> int:
+    """Gate, up and down: int8 with fp32 scales where ``quantization_config`` says so."""
     if model.quantization is None:
-        return sum(3 * inner * model.hidden_size * width for inner in sizes.values())
+        return 3 * inner * model.hidden_size * width
     total = 0
-    for name, inner in sizes.items():
-        for part, num_rows in (("gate", inner), ("up", inner), ("down", model.hidden_size)):
-            is_int8 = model.quantization.covers(f"{name}.{part}_proj")
-            total += inner * model.hidden_size * (1 if is_int8 else width) + (4 * num_rows if is_int8 else 0)
+    for part, num_rows in (("gate", inner), ("up", inner), ("down", model.hidden_size)):
+        is_int8 = model.quantization.covers(f"{name}.{part}_proj")
+        total += inner * model.hidden_size * (1 if is_int8 else width) + (4 * num_rows if is_int8 else 0)
     return total
+
+
+def _attention(model: ModelConfig, parallel: ParallelConfig) -> int:
+    """Elements of one attention's projections on one rank."""
+    hidden, heads = model.hidden_size, model.num_attention_heads // parallel.attn_tp_size
+    latent, rope = model.kv_lora_rank, model.qk_rope_head_dim
+    return (
+        (model.q_lora_rank + latent + rope) * hidden
+        + heads * model.qk_head_dim * model.q_lora_rank
+        + heads * (model.qk_nope_head_dim + model.v_head_dim) * latent
+        + heads * model.v_head_dim * hidden
+    )
+
+
+def _drafts(model: ModelConfig, spec: InstanceSpec, *, cached_tokens: int, width: int) -> int:
+    """Bytes of the draft layer: its weights, its embedding, its cache and index keys."""
+    elements = _attention(model, spec.parallel) + (2 * model.hidden_size + model.vocab_size) * model.hidden_size
+    if model.indexer is not None:
+        elements += _indexer(model) * model.indexer.cli_factor // 2
+    elements += cached_tokens * sum(model.cached_widths(2 * model.num_layers).values())
+    name = "model.mtp.layers.0.transformer_layer.mlp"
+    return elements * width + _one_mlp_bytes(model, name, inner=model.ffn_hidden_size, width=width)
 
 
 def _indexer(model: ModelConfig) -> int:

@@ -42,7 +42,7 @@ class StandaloneService:
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """Prefill, then decode, in one reservation."""
-        num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
+        num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens + self.engine_config.num_draft_tokens
         async with self._engine.reserve(request, num_tokens) as seq:
             first = await self._engine.prefill(seq)
             async with aclosing(self._engine.decode(seq, first)) as deltas:
@@ -62,11 +62,15 @@ class StandaloneService:
         account = await self._engine.accounting()
         return {"role": self.role, "instance": self.name, "incarnation": self._hello.incarnation, **account}
 
+    def restart_means(self) -> None:
+        """Of accepted drafts."""
+        self._engine.acceptance.restart()
+
     def info(self) -> dict[str, Any]:
         """Layout and state for /server_info."""
         parallel = self._spec.parallel
         layout = {"dp_size": parallel.dp_size, "kvp_size": parallel.kvp_size, "attn_tp_size": parallel.attn_tp_size}
-        return {"parallel": layout, "internal_states": [decode_state(self._spec)]}
+        return {"parallel": layout, "internal_states": [decode_state(self._spec, self._engine.acceptance.mean())]}
 
     def computed_by(self, peer: str | None) -> tuple[Hello, ...]:
         """This one alone."""

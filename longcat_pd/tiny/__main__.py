@@ -9,7 +9,7 @@ from pathlib import Path
 
 from longcat_pd.errors import ConfigError
 from longcat_pd.tiny.configs import VARIANTS
-from longcat_pd.tiny.make import DEFAULT_SHARD_BYTES, DTYPES, write_tiny
+from longcat_pd.tiny.make import DEFAULT_SHARD_BYTES, DTYPES, PREDICTABLE, write_tiny
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,13 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
     parser.add_argument("--no-tokenizer", action="store_true")
+    parser.add_argument("--predictable", action="store_true", help="tokens that the draft layer mostly guesses")
     parser.add_argument("--max-shard-bytes", type=int, default=DEFAULT_SHARD_BYTES)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="fields of config.json, such as num_layers=4")
     options = parser.parse_intermixed_args(arguments)
     try:
         write_tiny(
             options.out,
-            options.variant,
+            options.variant + (PREDICTABLE if options.predictable else ""),
             seed=options.seed,
             dtype=options.dtype,
             with_tokenizer=not options.no_tokenizer,

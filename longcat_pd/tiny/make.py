@@ -12,10 +12,12 @@ from longcat_pd.config.model import ModelConfig
 from longcat_pd.models.tensor_names import draft_tensors, expected_tensors
 from longcat_pd.models.weights import write_checkpoint
 from longcat_pd.tiny.configs import GENERATION_CONFIG, make_config
+from longcat_pd.tiny.predictable import predictable
 from longcat_pd.tiny.tensors import random_tensors
 from longcat_pd.tiny.tokenizer import text_files
 
 VARIANTS_WITH_DRAFT = ("2.0", "lite-sparse", "chat")  # chat's config.json does not mention its draft layer
+PREDICTABLE = "+predictable"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 DEFAULT_SHARD_BYTES = 1_000_000  # several shards, so that reading them is exercised
 
@@ -33,8 +35,11 @@ def write_tiny(
     """Write the checkpoint folder ``path``, which appears complete or not at all (``write_checkpoint``).
 
     The same arguments give the same bytes. ``overrides`` are ``key=value`` of ``config.json`` (``make_config``). Raises
-    ConfigError when they do not fit together, or when the folder exists and is not empty.
+    ConfigError when they do not fit together, or when the folder exists and is not empty. A ``variant`` that ends
+    with PREDICTABLE has tokens that mostly follow from the one before, and drafts that are mostly right.
     """
+    is_predictable = variant.endswith(PREDICTABLE)
+    variant = variant.removesuffix(PREDICTABLE)
     fields = make_config(variant, overrides, dtype=dtype)
     config = ModelConfig.from_dict(fields)
     shapes = expected_tensors(config)
@@ -45,4 +50,6 @@ def write_tiny(
     if with_tokenizer:
         texts |= text_files(variant, vocab_size=config.vocab_size, max_length=config.max_position_embeddings)
     tensors = random_tensors(shapes, seed, dtype=DTYPES[dtype])
+    if is_predictable:
+        tensors = predictable(tensors, has_ngrams=config.over_embedding is not None)
     write_checkpoint(path, tensors, fields, max_shard_bytes=max_shard_bytes, files=texts)

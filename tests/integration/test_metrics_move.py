@@ -17,6 +17,7 @@ from tests.topology import Topology, cluster_file, pools, standalone
 BY_FAILING_WORKERS = {"longcat_pd_breaker_open", "longcat_pd_retries"}
 WITHOUT_PEERS = {"longcat_pd_transfer_seconds", "longcat_pd_draining"}  # the latter is shown with the pools
 COMPLETIONS = "/v1/completions"
+DRAFTS = {"num_draft_tokens": 2}
 BODY = {"prompt": list(range(5, 105)), "max_tokens": 6, "return_token_ids": True, "ignore_eos": True}
 LONG = {**BODY, "max_tokens": 300, "stream": True}
 
@@ -58,7 +59,7 @@ async def use(topology: Topology, scraper: Scraper) -> None:
 
 async def test_every_metric_that_is_declared_is_moved(tiny: MakeCheckpoint, tmp_path: Path) -> None:
     (tmp_path / "admin").write_text("chief\n")
-    path = cluster_file(tmp_path, tiny("2.0"))
+    path = cluster_file(tmp_path, tiny("2.0+predictable"), prefill_engine=DRAFTS, decode_engine=DRAFTS)
     config = resolve.load(path, ["model.dtype=float32", f"load_balancer.admin_key_file={tmp_path / 'admin'}"])
     async with pools(config) as pair:
         assert config.prefill is not None and config.decode is not None
@@ -69,7 +70,7 @@ async def test_every_metric_that_is_declared_is_moved(tiny: MakeCheckpoint, tmp_
         assert (await pair.client.post("/admin/drain", headers=admin)).status_code == 202
         await scraper.look()
         assert scraper.declared - scraper.moved == BY_FAILING_WORKERS
-    async with standalone(tiny("2.0"), "model.dtype=float32") as alone:
+    async with standalone(tiny("2.0+predictable"), "model.dtype=float32", "engine.num_draft_tokens=2") as alone:
         scraper = Scraper(alone.client, [alone.url])
         await use(alone, scraper)
         assert scraper.declared - scraper.moved == WITHOUT_PEERS

@@ -19,7 +19,9 @@ R = TypeVar("R")
 BLOCK_SIZE = 8
 
 
-def rank_specs(path: Path, parallel: ParallelConfig, *, num_blocks: int = 64, timeout_s: float = 30.0) -> list[RankSpec]:
+def rank_specs(
+    path: Path, parallel: ParallelConfig, *, num_blocks: int = 64, timeout_s: float = 30.0, num_drafts: int = 0
+) -> list[RankSpec]:
     """What the ranks of a CPU instance in fp32 are told."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -29,6 +31,7 @@ def rank_specs(path: Path, parallel: ParallelConfig, *, num_blocks: int = 64, ti
         max_model_len=512,
         max_num_seqs=8,
         num_blocks=num_blocks,
+        num_draft_tokens=num_drafts,
         step_timeout_s=timeout_s,
         rank_lost_s=0.0,
     )

@@ -140,13 +140,41 @@ class Oracle:
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """[T, V], one row per token."""
+        head = "model.embed_tokens" if self.config.get("tie_word_embeddings") else "lm_head"
+        return self.final(tokens) @ self.w(head).T
+
+    def final(self, tokens: Sequence[int]) -> Tensor:
+        """[T, H], hidden states behind the final norm."""
         self.scores.clear()
         self.sets.clear()
         x = torch.stack([self.embed(tokens, i) for i in range(len(tokens))])
         for layer in range(self.config["num_layers"]):
             x = self.layer(layer, x)
-        head = "model.embed_tokens" if self.config.get("tie_word_embeddings") else "lm_head"
-        return rms(x, self.w("model.norm"), self.eps) @ self.w(head).T
+        return rms(x, self.w("model.norm"), self.eps)
+
+    def draft_logits(self, tokens: Sequence[int], num_drafts: int) -> Tensor:
+        """[num_drafts, V] behind ``tokens``, of which the target has not computed the last; each draft is the arg-max.
+
+        The first draft's row attends to its 3S set; the later ones to the same set and all positions since.
+        """
+        g, tokens, logits = list(self.final(tokens[:-1])), list(tokens), []
+        mtp, first = 2 * self.config["num_layers"], len(tokens) - 2
+        for step in range(num_drafts):
+            out = self.draft_layer(mtp, torch.stack(g), tokens[1:], first if step else None)
+            g.append(out[-1])
+            logits.append(out[-1] @ self.w("lm_head").T)
+            tokens.append(int(logits[-1].argmax()))
+        return torch.stack(logits)
+
+    def draft_layer(self, sublayer: int, g: Tensor, next_tokens: Sequence[int], first: int | None) -> Tensor:
+        p = "model.mtp.layers.0"
+        e = torch.stack([self.w("model.mtp.embed_tokens")[t] for t in next_tokens])
+        halves = (rms(e, self.w(f"{p}.enorm.m"), self.eps), rms(g, self.w(f"{p}.hnorm.m"), self.eps))
+        x = torch.cat(halves, -1) @ self.w(f"{p}.eh_proj").T
+        h = rms(x, self.w(f"{p}.input_layernorm"), self.eps)
+        x = x + self.attention(sublayer, f"{p}.self_attn", h, kept_since=first)
+        x = x + self.mlp(f"{p}.transformer_layer.mlp", rms(x, self.w(f"{p}.post_attention_layernorm"), self.eps))
+        return rms(x, self.w("model.mtp.norm"), self.eps)
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """arg-max tokens, lowest id on ties, not stopping at EOS."""
@@ -200,7 +228,8 @@ class Oracle:
                 out += {"identity": weight, "copy": 1, "drop": 0}[self.config["zero_expert_type"]] * h
         return out
 
-    def attention(self, sublayer: int, p: str, x: Tensor) -> Tensor:
+    def attention(self, sublayer: int, p: str, x: Tensor, kept_since: int | None = None) -> Tensor:
+        """``kept_since``: rows behind this one attend to its set and to what came since."""
         c = self.config
         hidden, nope, v_dim, heads = c["hidden_size"], c["qk_nope_head_dim"], c["v_head_dim"], c["num_attention_heads"]
         u = rms(x @ self.w(f"{p}.q_a_proj").T, self.w(f"{p}.q_a_layernorm"), self.lora_eps)
@@ -215,6 +244,8 @@ class Oracle:
         expanded = (latent @ self.w(f"{p}.kv_b_proj").T).unflatten(-1, (heads, nope + v_dim))
         k_pe = torch.stack([self.turn(k_pe[s], s) for s in range(len(x))])
         self.select(sublayer, p, x, u)
+        for t in range(len(x) if kept_since is None else kept_since + 1, len(x)):
+            self.sets[sublayer, t] = [*self.sets[sublayer, kept_since], *range(kept_since + 1, t + 1)]
         rows = []
         for t in range(len(x)):
             q_pe = self.turn(q[t, :, nope:], t)

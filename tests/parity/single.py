@@ -27,8 +27,14 @@ from longcat_pd.parallel.mesh import Mesh
 GREEDY = SlotSampling(temperature=0.0, top_p=1.0, top_k=0, seed=0, choice=0, num_logprobs=None)
 
 
-def rank_spec(path: Path, *, dtype: str, block_size: int, num_blocks: int) -> RankSpec:
-    engine = EngineConfig(block_size=block_size, num_blocks=num_blocks, max_model_len=4096, max_num_seqs=16)
+def rank_spec(path: Path, *, dtype: str, block_size: int, num_blocks: int, num_drafts: int = 0) -> RankSpec:
+    engine = EngineConfig(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_model_len=4096,
+        max_num_seqs=16,
+        num_draft_tokens=num_drafts,
+    )
     instance = InstanceSpec(
         name="s0",
         role="standalone",
@@ -54,11 +60,17 @@ def rank_spec(path: Path, *, dtype: str, block_size: int, num_blocks: int) -> Ra
 class SingleProcess:
     """CausalLM with its cache. Blocks are handed out in a shuffled order, so that a table is never the identity."""
 
-    def __init__(self, path: Path, *, dtype: str = "float32", block_size: int = 8, num_blocks: int = 400) -> None:
-        loaded = load_rank_model(rank_spec(path, dtype=dtype, block_size=block_size, num_blocks=num_blocks), Mesh.single())
+    def __init__(
+        self, path: Path, *, dtype: str = "float32", block_size: int = 8, num_blocks: int = 400, num_drafts: int = 0
+    ) -> None:
+        spec = rank_spec(path, dtype=dtype, block_size=block_size, num_blocks=num_blocks, num_drafts=num_drafts)
+        loaded = load_rank_model(spec, Mesh.single())
         self.model = loaded.model
         self.block_size = block_size
-        self._inputs = InputsBuilder(Mesh.single().cache_shard, block_size, loaded.ngram_order, loaded.device)
+        self.inputs = InputsBuilder(
+            Mesh.single().cache_shard, block_size, loaded.ngram_order, loaded.device, has_draft=loaded.has_draft
+        )
+        self.final = torch.zeros(0)  # of the last step, behind the final norm
         self._free = list(range(1, num_blocks))
         random.Random(0).shuffle(self._free)
 
@@ -81,10 +93,11 @@ class SingleProcess:
     def step(self, *work: tuple[SlotState, int]) -> list[Tensor]:
         """The next so many known tokens of each sequence in one packed step; their logits, [tokens, V] each."""
         spans = [Span(s, s.num_computed, s.num_computed + n, s.num_computed + n == s.num_tokens) for s, n in work]
-        inputs = self._inputs.build(spans)
+        inputs = self.inputs.build(spans)
         with torch.inference_mode():
             hidden = self.model.forward(inputs, None, None)
-            logits = self.model.logits(hidden, torch.arange(len(inputs.token_ids)))
+            self.final = self.model.final(hidden, torch.arange(len(inputs.token_ids)))
+            logits = self.model.logits(self.final)
         for span in spans:
             span.state.num_computed = span.end
         return list(logits.split([n for _, n in work]))

@@ -42,7 +42,7 @@ def test_stages_in_a_row_give_the_same_bits(tiny: MakeCheckpoint, variant: str, 
             assert torch.equal(context.cache.tensor(entry.name), whole.context.cache.tensor(entry.name)), entry.name
     assert order == [0, 1, 2]
     assert hidden is not None
-    assert torch.equal(stage.logits(hidden, torch.tensor([60, 3])), wanted[[60, 3]])
+    assert torch.equal(stage.logits(stage.final(hidden, torch.tensor([60, 3]))), wanted[[60, 3]])
 
 
 def test_a_layer_is_announced_when_its_cache_is_written_and_the_next_is_not(tiny: MakeCheckpoint) -> None:

@@ -137,7 +137,9 @@ async def test_what_an_instance_says_of_itself(folder):
     assert info["internal_states"] == [{"avg_spec_accept_length": None}] and info["determinism"] == "batch_invariant"
     model = (await ask(FakeService(folder, plays([EOS])), "GET", "/model_info")).json()
     assert model == {"model_path": folder, "tokenizer_path": folder, "is_generation": True}
-    assert (await ask(FakeService(folder, plays([EOS])), "POST", "/flush_cache")).json() == {"success": True}
+    service = FakeService(folder, plays([EOS]))
+    assert (await ask(service, "POST", "/flush_cache")).json() == {"success": True}
+    assert service.num_restarts == 1
 
 
 async def test_tokenize_gives_the_ids_that_generation_uses(folder):

@@ -15,6 +15,10 @@ def head(*axes: FakeAxis) -> LmHead:
     return made
 
 
+def logits(made: LmHead, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return made(made.final(hidden, rows))
+
+
 def test_embedding_looks_up_rows() -> None:
     embedding = VocabEmbedding(make_context("chat"))
     with torch.no_grad():
@@ -24,14 +28,14 @@ def test_embedding_looks_up_rows() -> None:
 
 def test_logits_of_the_wanted_rows_only_and_in_their_order() -> None:
     hidden = torch.randn(5, 96)
-    whole = head()(hidden, torch.arange(5))
+    whole = logits(head(), hidden, torch.arange(5))
     assert whole.dtype == torch.float32 and whole.shape == (5, 1024)
-    assert torch.equal(head()(hidden, torch.tensor([4, 1])), whole[[4, 1]])
+    assert torch.equal(logits(head(), hidden, torch.tensor([4, 1])), whole[[4, 1]])
 
 
 def test_rows_of_other_ranks_come_from_the_sum() -> None:
     hidden, elsewhere = torch.randn(3, 96), torch.full((1, 96), 0.25)
-    wanted = head()(torch.cat((hidden, elsewhere)), torch.tensor([3, 2]))
+    wanted = logits(head(), torch.cat((hidden, elsewhere)), torch.tensor([3, 2]))
     summed = head(FakeAxis("cp", 2, 0, others=torch.cat((elsewhere, 0 * elsewhere))))
-    assert torch.equal(summed(hidden, torch.tensor([-1, 2])), wanted)
-    assert torch.equal(summed(hidden[:0], torch.tensor([-1, -1]))[0], wanted[0])  # a rank without rows takes part
+    assert torch.equal(logits(summed, hidden, torch.tensor([-1, 2])), wanted)
+    assert torch.equal(logits(summed, hidden[:0], torch.tensor([-1, -1]))[0], wanted[0])  # a rank without rows takes part

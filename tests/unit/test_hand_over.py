@@ -319,6 +319,7 @@ async def test_unknown_peers_and_other_roles() -> None:
             ("cache_entries", "latent.0 8 x float32", "latent.0 9 x float32"),
         ),
         ({"digest_mode": "all"}, ("digest_mode", "off", "all")),
+        ({"num_draft_tokens": 3}, ("num_draft_tokens", "0", "3")),
         ({"max_model_len": 63}, ("max_model_len", "64", "63")),
     ],
 )

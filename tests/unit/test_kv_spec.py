@@ -7,6 +7,7 @@ from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import EngineConfig
 from longcat_pd.kv_cache.spec import CacheSpec
 from longcat_pd.kv_cache.storage import KVCache
+from longcat_pd.kv_transfer.hello import cache_entries
 from longcat_pd.tiny.configs import VARIANTS, make_config
 
 
@@ -30,6 +31,15 @@ def test_stages_together_hold_every_entry_once(variant: str) -> None:
     values = 2 * (config.kv_lora_rank + config.qk_rope_head_dim)
     values += config.indexer.index_head_dim if config.indexer else 0
     assert whole.token_bytes == 2 * config.num_layers * values
+
+
+def test_the_draft_layer_is_one_more_with_one_attention() -> None:
+    config = ModelConfig.from_dict(make_config("2.0", (), dtype="float32"))
+    spec = CacheSpec.of(config, range(2, 4), torch.float32)
+    assert [entry.name for entry in spec.entries_of_layer(3)] == ["latent.6", "rope.6", "index.6"]
+    assert len(spec.entries) == 5 + 3
+    told = cache_entries(config, "float32", has_draft=True)
+    assert told[-3:] == tuple((e.name, e.width, "float32") for e in spec.entries_of_layer(3))
 
 
 def test_storage() -> None:

@@ -98,6 +98,19 @@ def test_the_releases_weigh_what_their_cards_say(fields: dict[str, Any], element
     assert counted > elements * (1 - 2e-5)
 
 
+@pytest.mark.parametrize(
+    ("fields", "elements", "cached"),
+    [(CHAT, 1_197_899_776, 576), (LARGE, 136_943_683_712 - 134_978_871_296 - 16 * 8192 * 512, 704)],
+)
+def test_a_draft_layer_weighs_what_the_files_hold(fields: dict[str, Any], elements: int, cached: int) -> None:
+    """On the last stage only, with its own cache; the large one's file has n-gram tables for it that nobody reads."""
+    model = ModelConfig.from_dict(fields)
+    with_drafts = replace(spec(layers=(20, model.num_layers - 20)), engine=replace(spec().engine, num_draft_tokens=3))
+    first, last = instance_memory(with_drafts, model)
+    assert first.parts["drafts"] == 0
+    assert last.parts["drafts"] / 2 - 11 * 16 * cached == pytest.approx(elements, rel=1e-4)
+
+
 def test_the_cache_of_the_large_one_is_that_of_its_card() -> None:
     model = ModelConfig.from_dict(LARGE)
     (rank,) = instance_memory(spec(layers=(38,)), model)

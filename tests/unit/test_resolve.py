@@ -158,6 +158,10 @@ def test_all_findings_come_at_once_each_with_its_key(cluster: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "start"),
     [
+        (
+            ["decode.engine.num_draft_tokens=3"],
+            "prefill.engine.num_draft_tokens=0, decode.engine.num_draft_tokens=3: both pools hold the draft layer's cache",
+        ),
         (["decode.engine.block_size=32"], "block_size differs: prefill.engine.block_size=16, decode.engine.block_size=32"),
         (["prefill.engine.max_num_batched_tokens=72"], "prefill.engine.max_num_batched_tokens=72: must be a multiple of"),
         (["decode.parallel.attn_tp_size=4"], "decode.parallel.attn_tp_size=4: differs from decode.parallel.kvp_size=2"),

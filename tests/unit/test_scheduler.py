@@ -8,11 +8,11 @@ import pytest
 
 from longcat_pd.config.schema import ParallelConfig
 from longcat_pd.engine.plan import Segment, SlotOutput, StepOutput, StepPlan
-from longcat_pd.engine.request import TokenOutput
+from longcat_pd.engine.request import FinishReason, TokenOutput
 from longcat_pd.engine.scheduler import Scheduler
 from longcat_pd.engine.sequence import Sequence, Stage
 from longcat_pd.errors import EngineFault
-from longcat_pd.kv_transfer.messages import Arrival, TransferClosed
+from longcat_pd.kv_transfer.messages import Arrival, DraftState, TransferClosed
 from longcat_pd.wire import pack, unpack
 from tests.unit.engine_rig import engine_config, push, request
 
@@ -21,8 +21,9 @@ def scheduler(parallel: ParallelConfig | None = None, **changes: Any) -> Schedul
     return Scheduler(engine_config(**changes), parallel or ParallelConfig(), eos_token_ids=frozenset({20}))
 
 
-def admitted(s: Scheduler, num_prompt: int, max_tokens: int = 4, **sampling: Any) -> Sequence:
-    seq = s.room.enqueue(request([50] * num_prompt, max_tokens, **sampling), num_prompt + max_tokens)
+def admitted(s: Scheduler, num_prompt: int, max_tokens: int = 4, *, num_drafts: int = 0, **sampling: Any) -> Sequence:
+    num_tokens = num_prompt + max_tokens + num_drafts
+    seq = s.room.enqueue(request([50] * num_prompt, max_tokens, **sampling), num_tokens)
     assert s.room.admit_waiting() == [seq]
     return seq
 
@@ -114,6 +115,42 @@ def test_tokens_behind_the_end_do_not_count() -> None:
     ((_, tokens),) = s.apply([several], 0.0)
     assert tokens == (TokenOutput(18, -1.0), TokenOutput(20, -2.0, ((20, -2.0),)))
     assert seq.stage is Stage.ENDED and [t.token_id for t in seq.outputs] == [7, 18, 20]
+
+
+def test_a_window_has_room_for_drafts_and_the_state_that_came_goes_to_the_ranks() -> None:
+    s = scheduler(num_draft_tokens=3)
+    seq = admitted(s, 6, num_drafts=3)
+    s.announce(seq, arrival(seq))
+    next_plan(s)
+    state = DraftState(hidden=b"abcd", dtype="float32")
+    s.start_decode(seq, TokenOutput(7), state)
+    plan = next_plan(s)
+    assert plan.admit[0].draft_state == state
+    assert plan.segments == (Segment(slot=0, start=-1, num_tokens=4, is_last=True),)
+
+
+def test_a_run_ends_where_the_answer_ends() -> None:
+    s = scheduler(num_draft_tokens=3)
+    seq = admitted(s, 2, 5, num_drafts=3)
+    s.start_prefill(seq, None)
+    s.apply(answer(next_plan(s), s0=7), 0.0)
+    s.start_decode(seq, TokenOutput(7))
+    for run in ((8, 9), (10, 11, 12, 13)):
+        plan = next_plan(s)
+        out = StepOutput(step_id=plan.step_id, rank=0, slots=(SlotOutput(slot=0, token_ids=run, num_drafts=3),))
+        ((_, tokens),) = s.apply([out], 0.0)
+    assert [t.token_id for t in seq.outputs] == [7, 8, 9, 10, 11] and seq.finish is FinishReason.LENGTH
+    assert [t.token_id for t in tokens] == [10, 11] and next_plan(s).retire == (0,)
+
+
+def test_what_a_push_hands_over_stays_with_its_sequence() -> None:
+    s = scheduler(num_draft_tokens=3)
+    seq = admitted(s, 2)
+    s.start_prefill(seq, push("t"))
+    plan, state = next_plan(s), DraftState(hidden=b"abcd", dtype="float32")
+    out = StepOutput(step_id=plan.step_id, rank=0, slots=(SlotOutput(slot=0, token_ids=(7,), draft_state=state),))
+    s.apply([out], 0.0)
+    assert seq.draft_state == state
 
 
 def test_a_slot_has_its_next_tenant_while_the_output_for_the_last_one_is_on_its_way() -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from longcat_pd.kv_cache.layout import BlockSplit
-from longcat_pd.kv_transfer.plan import TransferPlan
+from longcat_pd.kv_transfer.plan import TransferPlan, travelling_layers
 
 STAGES = [(3,), (2, 1), (1, 2), (1, 1, 1), (2, 3, 1)]
 
@@ -56,3 +56,8 @@ def test_a_short_prompt_leaves_ranks_without_work() -> None:
     plan = TransferPlan((1, 1), BlockSplit(3, 4, 2), BlockSplit(4, 4, 1), 4, 1)
     assert [plan.targets_of(r) for r in range(6)] == [(), (), (5,), (), (), (5,)]
     assert [plan.sources_of(r) for r in range(4, 8)] == [(), (2, 5), (), ()]
+
+
+def test_the_draft_layer_travels_with_the_last_stage() -> None:
+    assert travelling_layers((2, 1), has_draft=True) == (2, 2)
+    assert travelling_layers((2, 1), has_draft=False) == (2, 1)

@@ -147,6 +147,17 @@ def test_draft_tensors_are_carried_along_unread(tmp_path: Path) -> None:
     load_weights(Receiver().want(NORM).specs, tmp_path / "c", config=CONFIG)
 
 
+@pytest.mark.parametrize("has_own", [False, True])
+def test_the_draft_layer_embeds_with_its_own_table_or_with_the_targets(tmp_path: Path, has_own: bool) -> None:
+    own, target = "model.mtp.embed_tokens.weight", "model.embed_tokens.weight"
+    tensors = contents(**({own: draft_tensors(CONFIG)[own]} if has_own else {}))
+    write_checkpoint(tmp_path / "c", tensors.items(), FIELDS)
+    receiver = Receiver().want(target).want(own, shape=draft_tensors(CONFIG)[own])
+    load_weights(receiver.specs, tmp_path / "c", config=CONFIG)
+    assert torch.equal(receiver.got[own], tensors[own if has_own else target])
+    assert torch.equal(receiver.got[target], tensors[target])
+
+
 def test_integers_are_refused(tmp_path: Path) -> None:
     tensors = contents() | {EXPERT: torch.zeros(96, 32, dtype=torch.int8)}
     write_checkpoint(tmp_path / "c", tensors.items(), FIELDS)
