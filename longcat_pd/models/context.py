@@ -19,9 +19,9 @@ class ModelContext:
 
     ``layers`` are the decoder layers of this stage; the first stage embeds, the last has final norm and head. ``cache``
     holds the entries of those layers, and with ``has_draft`` those of the draft layer behind them. ``kv_access`` says which
-    keys an attention can see: all of them in this rank's cache (local), all after an exchange over ``cp`` (gathered), or this
-    rank's share over ``kvp`` (partitioned). ``int8`` has the names, without ``.weight``, of the tensors that the checkpoint
-    stores as int8 with a scale.
+    keys an attention can see: all of them in this rank's cache (local), all after an exchange over ``cp`` (gathered), or
+    this rank's share over ``kvp`` (partitioned). ``int8`` has the names, without ``.weight``, of the tensors that the
+    checkpoint stores as int8 with a scale.
     """
 
     config: ModelConfig
