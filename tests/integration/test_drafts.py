@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from longcat_pd.config import resolve
+from longcat_pd.tiny.make import write_tiny
 from tests.parity.conftest import MakeCheckpoint
 from tests.topology import BLOCK, Topology, cluster_file, pools, standalone
 
@@ -103,6 +104,25 @@ async def test_nobody_can_tell_that_there_are_drafts(tiny: MakeCheckpoint, tmp_p
         assert_same(await ask(topology, stopped, at_once=True), expected_stopped)
         assert_same(await ask(topology, plain, at_once=True), expected)
         await topology.idle_within()
+
+
+async def test_stop_strings_end_inside_and_across_runs(tmp_path: Path) -> None:
+    model = tmp_path / "m"
+    write_tiny(model, "2.0+predictable", dtype="float32")
+    prompts = [[100 + n, 200 + n, 300 + n] for n in range(4)]
+    async with standalone(model) as topology:
+        plain = await ask(topology, [{"prompt": prompt, "max_tokens": 16} for prompt in prompts])
+        some = []
+        for prompt, answer in zip(prompts, plain, strict=True):
+            for place in range(2, len(answer["text"]) - 2, 3):  # every two characters, within tokens and over their borders
+                some.append({"prompt": prompt, "max_tokens": 16, "stop": [answer["text"][place : place + 2]]})
+        expected = await ask(topology, some, at_once=True)
+    assert {answer["finish_reason"] for answer in expected} == {"stop"}
+    async with standalone(model, f"engine.num_draft_tokens={NUM_DRAFTS}") as topology:
+        found = await ask(topology, some, at_once=True)
+        await topology.idle_within()
+    for one, other in zip(found, expected, strict=True):
+        assert one == other
 
 
 @pytest.mark.slow
