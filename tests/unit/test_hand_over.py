@@ -333,6 +333,17 @@ async def test_pools_that_do_not_match_refuse_each_other(changes: dict[str, obje
         await p.assert_idle()
 
 
+async def test_a_commit_without_what_drafts_start_from_ends_the_transfer() -> None:
+    sides = {"prefill": hello("p0", "prefill", num_draft_tokens=3), "decode": hello("d0", "decode", num_draft_tokens=3)}
+    async with pair(**sides) as p:
+        leg = p.prefill_leg().send()
+        await settle()
+        p.close_lanes("t")
+        ends = await leg.ends()
+        assert all(isinstance(e, TransferFailed) for e in ends) and any("what drafts start from" in str(e) for e in ends)
+        await p.assert_idle()
+
+
 async def test_a_longer_decode_side_and_another_version_fit() -> None:
     async with pair(decode=hello("d0", "decode", max_model_len=65, code_version="9")) as p:
         assert p.offering.states() == {"d0": "up"}
