@@ -35,6 +35,20 @@ class Unsendable(ConnectionError):
     """The message cannot leave now: no such peer is connected, or it has stopped reading."""
 
 
+def _opened(
+    pattern: Pattern, endpoint: str, *, bind: bool, identity: bytes
+) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
+    """A socket with a context of its own. Raises OSError when the address cannot be had."""
+    context = zmq.Context()
+    socket = context.socket(_KINDS[pattern])
+    try:
+        _set_up(socket, pattern, endpoint, bind=bind, identity=identity)
+    except zmq.ZMQError as error:
+        context.destroy(linger=0)
+        raise OSError(error.errno, f"{endpoint}: {error.strerror}") from error
+    return context, socket
+
+
 def _set_up(socket: zmq.Socket[bytes], pattern: Pattern, endpoint: str, *, bind: bool, identity: bytes) -> None:
     socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
@@ -50,6 +64,13 @@ def _set_up(socket: zmq.Socket[bytes], pattern: Pattern, endpoint: str, *, bind:
         socket.bind(endpoint)
     else:
         socket.connect(endpoint)
+
+
+def _send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
+    try:
+        socket.send_multipart(frames, flags=zmq.NOBLOCK)
+    except zmq.ZMQError as error:
+        raise Unsendable(str(error)) from error
 
 
 def _last_endpoint(socket: zmq.Socket[bytes]) -> str:
@@ -78,16 +99,10 @@ class AsyncSocket:
     def __init__(
         self, pattern: Pattern, endpoint: str, *, bind: bool, identity: bytes = b"", linger_s: float = 0.0
     ) -> None:
-        self._context = zmq.Context()
+        self._context, self._socket = _opened(pattern, endpoint, bind=bind, identity=identity)
         self._waiting: asyncio.Future[None] | None = None  # of the task in ``recv``
         self._loop: asyncio.AbstractEventLoop | None = None  # that watches the socket
         self._linger_ms = int(linger_s * 1000)
-        self._socket = self._context.socket(_KINDS[pattern])
-        try:
-            _set_up(self._socket, pattern, endpoint, bind=bind, identity=identity)
-        except zmq.ZMQError as error:
-            self.close()
-            raise OSError(error.errno, f"{endpoint}: {error.strerror}") from error
 
     @property
     def endpoint(self) -> str:
@@ -97,9 +112,7 @@ class AsyncSocket:
     def send(self, frames: Sequence[bytes]) -> None:
         """Hand one message to ZeroMQ. Raises Unsendable."""
         try:
-            self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            raise Unsendable(str(error)) from error
+            _send(self._socket, frames)
         finally:
             if self._waiting is not None:  # sending may have taken the signal that something has come
                 self._look()
@@ -143,14 +156,8 @@ class BlockingSocket:
     def __init__(
         self, pattern: Pattern, endpoint: str, *, bind: bool, identity: bytes = b"", linger_s: float = 1.0
     ) -> None:
-        self._context = zmq.Context()
+        self._context, self._socket = _opened(pattern, endpoint, bind=bind, identity=identity)
         self._linger_ms = int(linger_s * 1000)
-        self._socket = self._context.socket(_KINDS[pattern])
-        try:
-            _set_up(self._socket, pattern, endpoint, bind=bind, identity=identity)
-        except zmq.ZMQError as error:
-            self.close()
-            raise OSError(error.errno, f"{endpoint}: {error.strerror}") from error
 
     @property
     def endpoint(self) -> str:
@@ -159,10 +166,7 @@ class BlockingSocket:
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Hand one message to ZeroMQ. Raises Unsendable."""
-        try:
-            self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            raise Unsendable(str(error)) from error
+        _send(self._socket, frames)
 
     def recv(self, timeout_s: float) -> list[bytes] | None:
         """The next message, or None when ``timeout_s`` are over first."""

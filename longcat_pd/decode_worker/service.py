@@ -117,7 +117,6 @@ class DecodeService:
             group=seq.group,
             peer=transfer.peer,
             peer_incarnation=theirs.incarnation,
-            source_pp_size=theirs.pp_size,
             source_cp_size=theirs.cp_size,
             source_layers=theirs.layers_per_stage,
             prompt_len=len(prompt),

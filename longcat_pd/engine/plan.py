@@ -134,7 +134,6 @@ class StepOutput:
     step_id: int
     rank: int
     slots: tuple[SlotOutput, ...] = ()
-    compute_ms: float = 0.0
     fault: str | None = None
     accounts: RankAccounts | None = None
 

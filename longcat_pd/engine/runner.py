@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
@@ -91,7 +90,6 @@ class ModelRunner:
         """Retire, drop and cancel, announce, admit, compute. What is wrong with a plan or a step is an exception."""
         assert plan.step_id == self._last_step + 1, f"plan {plan.step_id} after plan {self._last_step}"
         self._last_step = plan.step_id
-        began = time.perf_counter()
         for slot in plan.retire:
             self._retire(self._slots.pop(slot))
         self._handover.apply(plan)
@@ -103,7 +101,6 @@ class ModelRunner:
             step_id=plan.step_id,
             rank=self._spec.rank,
             slots=outputs if self._mesh.layout.is_reporting(self._mesh.rank) else (),
-            compute_ms=1000.0 * (time.perf_counter() - began),
             accounts=self.accounts(),
         )
 

@@ -97,7 +97,6 @@ class Commit:
     token_id: int
     logprob: float | None
     top: tuple[tuple[int, float], ...]
-    timings_ms: dict[str, float]
     draft_state: DraftState | None = None
 
 
@@ -144,7 +143,6 @@ class Arrival:
     group: int
     peer: str
     peer_incarnation: str
-    source_pp_size: int
     source_cp_size: int
     source_layers: tuple[int, ...]  # layers of each source stage, with the draft layer if it travels
     prompt_len: int

@@ -145,6 +145,5 @@ def _commit(transfer_id: str, first: TokenOutput, seq: Sequence) -> Commit:
         token_id=first.token_id,
         logprob=first.logprob,
         top=first.top,
-        timings_ms=seq.request.life.timings_ms(),
         draft_state=seq.draft_state,
     )

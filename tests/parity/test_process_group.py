@@ -129,7 +129,6 @@ class Decode:
             group=0,
             peer="p0",
             peer_incarnation=incarnation,
-            source_pp_size=1,
             source_cp_size=1,
             source_layers=(LAYERS,),
             prompt_len=PROMPT,

@@ -231,7 +231,6 @@ def test_an_arrival_is_announced_then_adopted_or_dropped() -> None:
         group=0,
         peer="p0",
         peer_incarnation="",
-        source_pp_size=1,
         source_cp_size=1,
         source_layers=(2,),
         prompt_len=3,

@@ -182,7 +182,7 @@ def test_what_ranks_know_comes_back_with_their_next_plan_and_only_once() -> None
 
 def arrival(seq: Sequence) -> Arrival:
     return Arrival(
-        transfer_id="t", group=0, peer="p0", peer_incarnation="i", source_pp_size=1, source_cp_size=1, source_layers=(1,),
+        transfer_id="t", group=0, peer="p0", peer_incarnation="i", source_cp_size=1, source_layers=(1,),
         prompt_len=seq.num_prompt_tokens, blocks=pack(seq.blocks), split_start=0, generation=seq.generation,
     )  # fmt: skip
 

@@ -35,7 +35,7 @@ def a_plan() -> StepPlan:
         sampling=sampling, push=push,
     )  # fmt: skip
     arrival = Arrival(
-        transfer_id="u", group=0, peer="p0", peer_incarnation="j", source_pp_size=2, source_cp_size=2,
+        transfer_id="u", group=0, peer="p0", peer_incarnation="j", source_cp_size=2,
         source_layers=(2, 1), prompt_len=9, blocks=pack([]), split_start=0, generation=2,
     )  # fmt: skip
     segment = Segment(slot=3, start=0, num_tokens=5, is_last=True)

@@ -140,7 +140,6 @@ class Handover:
             group=self.group,
             peer="p0",
             peer_incarnation="p-life",
-            source_pp_size=len(self.rig.stages),
             source_cp_size=self.rig.cp,
             source_layers=self.rig.stages,
             prompt_len=self.prompt_len,
