@@ -72,7 +72,8 @@ class Rig:
             self.engine.announce(
                 seq,
                 Arrival(
-                    transfer_id=transfer_id, group=seq.group, peer="p0", peer_incarnation="i", source_cp_size=1, source_layers=(1,), prompt_len=len(asked.prompt_token_ids),
+                    transfer_id=transfer_id, group=seq.group, peer="p0", peer_incarnation="i",
+                    source_cp_size=1, source_layers=(1,), prompt_len=len(asked.prompt_token_ids),
                     blocks=pack(seq.blocks), split_start=seq.split.start, generation=seq.generation,
                 ),
             )  # fmt: skip
