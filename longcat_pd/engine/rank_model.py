@@ -11,6 +11,7 @@ import torch
 from longcat_pd import kernels
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import RankSpec
+from longcat_pd.kernels.ops import Ops
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.models.causal_lm import CausalLM
 from longcat_pd.models.checkpoint import checkpoint_digest, int8_modules, open_checkpoint
@@ -29,6 +30,7 @@ class RankModel:
     """
 
     model: CausalLM
+    ops: Ops
     cache: KVCache
     hidden_size: int
     dtype: torch.dtype
@@ -76,6 +78,7 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
     weight_bytes = load_weights(model.weight_specs(), Path(instance.model.path), config=config)
     return RankModel(
         model=model,
+        ops=context.ops,
         cache=cache,
         hidden_size=config.hidden_size,
         dtype=dtype,

@@ -146,7 +146,8 @@ class ModelRunner:
         if not wanting:
             return ()
         final = self._loaded.model.final(hidden, inputs.output_rows)
-        return settled(final, self._loaded.model.logits(final), wanting, has_draft=self._loaded.has_draft)
+        logits = self._loaded.model.logits(final)
+        return settled(final, logits, wanting, ops=self._loaded.ops, has_draft=self._loaded.has_draft)
 
     def _received(self, num_rows: int) -> torch.Tensor:
         pp = self._mesh.axis("pp")

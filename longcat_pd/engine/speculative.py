@@ -13,8 +13,9 @@ import torch
 
 from longcat_pd.engine.inputs import InputsBuilder
 from longcat_pd.engine.plan import SlotOutput, SlotSampling
-from longcat_pd.engine.sampler import Sampled, sample
+from longcat_pd.engine.sampler import Sampled, SamplingRows, logprobs, sample
 from longcat_pd.engine.slots import SlotState, Span
+from longcat_pd.kernels.ops import Ops
 from longcat_pd.kv_transfer.messages import DraftState
 from longcat_pd.models.causal_lm import CausalLM
 
@@ -70,24 +71,26 @@ class ModelDrafts:
         self._model.write_drafts(torch.cat(rows)[here], inputs)
 
 
-def settled(final: torch.Tensor, logits: torch.Tensor, spans: Sequence[Span], *, has_draft: bool) -> tuple[SlotOutput, ...]:
+def settled(
+    final: torch.Tensor, logits: torch.Tensor, spans: Sequence[Span], *, ops: Ops, has_draft: bool
+) -> tuple[SlotOutput, ...]:
     """Draws behind the output rows of the spans (``final`` [R, hidden], ``logits`` [R, V]) and tells the slots.
 
     ``has_draft``: the draft layer is here; slots keep the hidden states that it has to see.
     """
     outputs, first = [], 0
-    for span, tokens in zip(spans, verified(logits, spans), strict=True):
+    for span, tokens in zip(spans, verified(logits, spans, ops), strict=True):
         state, rows = span.state, final[first : first + len(tokens)]
         first += span.num_outputs
         state.append(*(token.token_id for token in tokens))
         state.undrafted = rows.clone() if has_draft else None
-        logprobs = tuple(token.logprob for token in tokens if token.logprob is not None)
+        asked = tuple(token.logprob for token in tokens if token.logprob is not None)
         outputs.append(
             SlotOutput(
                 slot=state.slot,
                 token_ids=tuple(token.token_id for token in tokens),
-                logprobs=logprobs,
-                top=tuple(token.top for token in tokens) if logprobs else (),
+                logprobs=asked,
+                top=tuple(token.top for token in tokens) if asked else (),
                 num_drafts=span.num_drafts,
                 draft_state=_packed(rows) if has_draft and state.push is not None else None,
             )
@@ -95,7 +98,7 @@ def settled(final: torch.Tensor, logits: torch.Tensor, spans: Sequence[Span], *,
     return tuple(outputs)
 
 
-def verified(logits: torch.Tensor, spans: Sequence[Span]) -> list[list[Sampled]]:
+def verified(logits: torch.Tensor, spans: Sequence[Span], ops: Ops) -> list[list[Sampled]]:
     """Draws a token behind every output row of the spans (``logits`` [R, V]); those that stand, at least one a span.
 
     They are the drafts that were drawn and the first token that is no draft. Draws beyond it saw a token that is not there.
@@ -105,8 +108,16 @@ def verified(logits: torch.Tensor, spans: Sequence[Span]) -> list[list[Sampled]]
     for span in spans:
         rules += [span.state.sampling] * span.num_outputs
         positions += range(span.end - span.num_outputs + 1, span.end + 1)
-    drawn = iter(sample(logits, rules, positions))
-    return [_standing(span, [next(drawn) for _ in range(span.num_outputs)]) for span in spans]
+    places = torch.tensor(positions, device=logits.device)
+    drawn = sample(logits, SamplingRows.of(rules, logits.device), places, ops).tolist()
+    standing, first = [], 0
+    for span in spans:
+        tokens = _standing(span, drawn[first : first + span.num_outputs])
+        num = span.state.sampling.num_logprobs
+        rows = logits[first : first + len(tokens)]
+        standing.append([Sampled(token) for token in tokens] if num is None else logprobs(rows, tokens, num))
+        first += span.num_outputs
+    return standing
 
 
 def unpacked(state: DraftState, like: torch.Tensor) -> torch.Tensor:
@@ -120,12 +131,12 @@ def _packed(final: torch.Tensor) -> DraftState:
     return DraftState(hidden=data, dtype=str(final.dtype).removeprefix("torch."))
 
 
-def _standing(span: Span, drawn: Sequence[Sampled]) -> list[Sampled]:
+def _standing(span: Span, drawn: Sequence[int]) -> Sequence[int]:
     drafts = span.state.token_ids[span.end - span.num_drafts : span.end].tolist()
     count = 0
-    while count < len(drafts) and drawn[count].token_id == drafts[count]:
+    while count < len(drafts) and drawn[count] == drafts[count]:
         count += 1
-    return list(drawn[: count + 1])
+    return drawn[: count + 1]
 
 
 def _newest(state: SlotState) -> Span:

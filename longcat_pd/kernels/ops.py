@@ -190,6 +190,26 @@ class NgramIds(Protocol):
     def __call__(self, windows: Tensor, *, powers: Tensor, moduli: Tensor, eos: Tensor, ignored: Tensor) -> Tensor: ...
 
 
+class KeyedUniform(Protocol):
+    """One number in [0, 1) for each key, [T] fp64: a counter-based hash (splitmix64's finaliser) of three int64 [T].
+
+    A seeded text is made of these numbers, so every device gives the same ones, to the bit.
+    """
+
+    def __call__(self, seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor: ...
+
+
+class Draw(Protocol):
+    """One token for each row of ``logits`` [T, V] fp32 -> ids [T] int64. Everything else is [T]; fp64, ``top_k`` int64.
+
+    ``temperature`` 0 takes the arg-max, the lowest id of equal ones. Else the softmax at that temperature, in fp64, is cut:
+    to the ``top_k`` best, equal ones by lower id (0: all); and then to the shortest run of the best whose sum reaches
+    ``top_p`` of what is left (1: all). Of the rest, in the order of ids, the first whose sum exceeds ``uniform`` times all.
+    """
+
+    def __call__(self, logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor: ...
+
+
 class Overlap(Protocol):
     """Results of two functions that do not depend on each other; a device may run ``side`` beside ``main``."""
 
@@ -217,4 +237,6 @@ class Ops:
     route_topk: RouteTopk
     grouped_experts: GroupedExperts
     ngram_ids: NgramIds
+    keyed_uniform: KeyedUniform
+    draw: Draw
     overlap: Overlap

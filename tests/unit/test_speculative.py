@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from longcat_pd import kernels
 from longcat_pd.engine.accounting import Acceptance
 from longcat_pd.engine.plan import Segment, SlotOutput, StepOutput
 from longcat_pd.engine.slots import SlotState, Span
@@ -17,6 +18,7 @@ from tests.slots import GREEDY, admit
 from tests.unit.test_runner import PUSH
 
 BLOCK = 4
+OPS = kernels.load("cpu")
 WINDOW = Segment(slot=0, start=-1, num_tokens=4, is_last=True)
 
 
@@ -49,7 +51,7 @@ def test_a_run_stands_up_to_the_first_wrong_draft(drafts: list[int], stands: int
         state.draft(draft)
     state.num_computed = span.end
     final = torch.arange(8.0).view(4, 2)
-    (out,) = settled(final, logits_for(30, 31, 32, 33), [span], has_draft=True)
+    (out,) = settled(final, logits_for(30, 31, 32, 33), [span], ops=OPS, has_draft=True)
     assert out.token_ids == (30, 31, 32, 33)[:stands] and out.num_drafts == 3
     assert len(out.logprobs) == len(out.top) == stands and out.draft_state is None
     assert state.token_ids[: state.num_tokens].tolist() == [5, 6, 7, *out.token_ids]
@@ -71,7 +73,7 @@ def test_the_state_for_drafts_travels_exactly(dtype: torch.dtype) -> None:
     state = state_of([5, 6, 7], pushed=True)
     state.num_computed = 3
     final = torch.randn(1, 6).to(dtype)
-    (out,) = settled(final, logits_for(30), [Span(state, 0, 3, 1)], has_draft=True)
+    (out,) = settled(final, logits_for(30), [Span(state, 0, 3, 1)], ops=OPS, has_draft=True)
     assert out.draft_state is not None
     found = unpacked(out.draft_state, torch.empty(0, dtype=dtype))
     assert found.dtype == dtype and torch.equal(found, final)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from longcat_pd.kernels.ops import Ops
-from longcat_pd.kernels.reference import attention, indexer, int8, moe, ngram, norm, rows
+from longcat_pd.kernels.reference import attention, indexer, int8, moe, ngram, norm, rows, sampling
 
 
 def table() -> Ops:
@@ -28,6 +28,8 @@ def table() -> Ops:
         route_topk=moe.route_topk,
         grouped_experts=moe.grouped_experts,
         ngram_ids=ngram.ngram_ids,
+        keyed_uniform=sampling.keyed_uniform,
+        draw=sampling.draw,
         overlap=moe.overlap,
     )
 

@@ -1,0 +1,120 @@
+"""Drawing tokens: one number for each key, filters, and the token that the number falls on.
+
+Two executions of one definition. ``draw`` looks at the data and does no more than the rows ask for; ``draw_static`` has one
+shape of work, made of operators that graph compilers of accelerators know. Both add the same fp64 numbers one after the
+other in the same order, so on a CPU they agree to the bit, and a row's token does not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# splitmix64's constants as signed integers, whose sums and products wrap around to the same bits.
+_ODD = 0x9E3779B97F4A7C15 - 2**64
+_FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+
+
+def keyed_uniform(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
+    """See ``ops.KeyedUniform``."""
+    state = _mixed(seeds)
+    for part in (choices, positions):
+        state = _mixed(_xor(state, part))
+    return _shifted(state, 11).double() * 2.0**-53
+
+
+def draw(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    """See ``ops.Draw``. Sorts only rows with a filter, and no further than the largest ``top_k`` if all have one."""
+    num_ids = logits.shape[-1]
+    chosen = logits.argmax(-1)
+    drawn = temperature.nonzero().squeeze(1)
+    if not len(drawn):
+        return chosen
+    scaled = _scaled(logits[drawn], temperature[drawn])
+    weights = scaled.softmax(-1)
+    counts, shares = _counts(top_k[drawn], num_ids), top_p[drawn]
+    cut = ((counts < num_ids) | (shares < 1.0)).nonzero().squeeze(1)
+    if len(cut):
+        scaled, counts = scaled[cut], counts[cut]
+        longest = int(counts.max())
+        best = scaled.topk(longest) if longest < num_ids else scaled.sort(-1, descending=True)
+        last, count = _last(weights[cut], *best, counts=counts, shares=shares[cut])
+        stays = scaled >= last
+        if not torch.equal(stays.sum(-1, keepdim=True), count):
+            stays = _first_of_equals(scaled, last, count)
+        weights[cut] = weights[cut].masked_fill_(~stays, 0.0)
+    chosen[drawn] = _inverse_cdf(weights, uniform[drawn])
+    return chosen
+
+
+def draw_static(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    """See ``ops.Draw``. Every row is sorted and drawn, whatever it asks for."""
+    is_drawn = temperature > 0.0
+    scaled = _scaled(logits, temperature.masked_fill(~is_drawn, 1.0))
+    counts = _counts(top_k, logits.shape[-1])
+    weights = scaled.softmax(-1)
+    last, count = _last(weights, *scaled.sort(-1, descending=True), counts=counts, shares=top_p)
+    weights = weights.masked_fill(~_first_of_equals(scaled, last, count), 0.0)
+    return torch.where(is_drawn, _inverse_cdf(weights, uniform), logits.argmax(-1))
+
+
+def _mixed(x: Tensor) -> Tensor:
+    x = x + _ODD
+    x = _xor(x, _shifted(x, 30)) * _FACTORS[0]
+    x = _xor(x, _shifted(x, 27)) * _FACTORS[1]
+    return _xor(x, _shifted(x, 31))
+
+
+def _xor(x: Tensor, y: Tensor) -> Tensor:
+    """What is in one of both: a difference without borrows, so without overflow either."""
+    return (x | y) - (x & y)
+
+
+def _shifted(x: Tensor, count: int) -> Tensor:
+    """``x >> count`` of the bits: floor division copies the sign into the upper bits, which the mask takes away."""
+    mask = torch.full((), 2 ** (64 - count) - 1, dtype=torch.int64, device=x.device)
+    return torch.div(x, 2**count, rounding_mode="floor") & mask
+
+
+def _scaled(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Double, so that a draw has room; the best is 0, so that the tiniest temperature does not overflow."""
+    wide = logits.double()
+    return (wide - wide.max(-1, keepdim=True).values) / temperature.unsqueeze(-1)
+
+
+def _counts(top_k: Tensor, num_ids: int) -> Tensor:
+    """How many ids ``top_k`` leaves: all of them where it is off."""
+    return top_k.masked_fill(top_k <= 0, num_ids).clamp(max=num_ids)
+
+
+def _last(weights: Tensor, best: Tensor, ids: Tensor, *, counts: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest value that stays, and how many stay, [T, 1]. ``best`` and ``ids`` [T, n]: the largest, sorted.
+
+    ``weights`` [T, V] are theirs. The order of equal ones in ``ids`` does not matter, since their weights are equal.
+    """
+    is_counted = torch.arange(best.shape[-1], device=best.device) < counts.unsqueeze(-1)
+    weights = weights.gather(-1, ids)
+    weights = weights / weights[:, :1]  # the best weighs 1, so that a share of equal ones is met exactly
+    cumulated = weights.masked_fill(~is_counted, 0.0).cumsum(-1)
+    before, total = functional.pad(cumulated[:, :-1], (1, 0)), cumulated[:, -1:]
+    share = shares.unsqueeze(-1)
+    stays = is_counted & ((before < share * total) | (share >= 1.0))
+    count = stays.sum(-1, keepdim=True).clamp(min=1)
+    return best.gather(-1, count - 1), count
+
+
+def _first_of_equals(values: Tensor, last: Tensor, count: Tensor) -> Tensor:
+    """Which ``count`` [T, 1] values stay: all above ``last`` [T, 1], and of its equals the first ones."""
+    is_above, is_last = values > last, values == last
+    places = count - is_above.sum(-1, keepdim=True)
+    return is_above | (is_last & (is_last.cumsum(-1) <= places))
+
+
+def _inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The first id whose cumulated weight exceeds ``uniform`` times all; never an id of weight 0."""
+    cumulated = weights.cumsum(-1)
+    total = cumulated[:, -1:].contiguous()
+    found = torch.searchsorted(cumulated, uniform.unsqueeze(-1) * total, right=True)
+    last = torch.searchsorted(cumulated, total)  # where the sum is reached: nothing of weight lies behind
+    return torch.minimum(found, last).squeeze(-1).clamp(max=weights.shape[-1] - 1)  # weights that are NaN reach nothing

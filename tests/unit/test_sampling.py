@@ -1,0 +1,207 @@
+"""kernels/reference/sampling.py: keys to numbers to the bit, and draws against a definition that takes row after row."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from longcat_pd.kernels.reference.sampling import draw, draw_static, keyed_uniform
+
+BOTH = pytest.mark.parametrize("execution", [draw, draw_static])
+EDGES = (0, 1, -1, 2, 11, -5, 2**31 - 1, 2**31, -(2**31), 2**53 + 1, 2**62, 2**63 - 1, -(2**63), 0x5DEECE66D)
+
+# Names, and names with an overload, for which graph compilers of accelerators have no converter.
+FORBIDDEN = set(
+    re.findall(
+        r"\S+",
+        """
+        amax amin all.dim bincount bitwise_and.Scalar bitwise_left_shift bitwise_or.Scalar bitwise_right_shift bitwise_xor
+        bucketize cummax cummin cumprod diagonal eye fmod index_copy index_put isin isnan masked_select nonzero prod
+        rand_like roll scatter_reduce sort.stable unique_consecutive var _local_scalar_dense _unique2
+        __rshift__ __lshift__ __xor__
+        """,
+    )
+)
+
+
+def keys_of(seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, ...]:
+    return tuple(t.flatten() for t in torch.meshgrid(*map(torch.tensor, (seeds, choices, positions)), indexing="ij"))
+
+
+def hashed(*parts: Tensor) -> npt.NDArray[np.float64]:
+    """splitmix64's finaliser over the parts, with the unsigned integers that it is made for."""
+
+    def mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        x = x + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+    state = np.zeros(len(parts[0]), dtype=np.uint64)
+    for part in parts:
+        state = mixed(state ^ part.numpy().view(np.uint64))
+    return np.asarray((state >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+
+def test_a_key_gives_the_bits_of_its_hash() -> None:
+    keys = keys_of(EDGES, (0, 1, 2, 127), (0, 1, 2, 3, 1023, 65535, 999_999, 1_000_000))
+    assert np.array_equal(keyed_uniform(*keys).numpy(), hashed(*keys))
+    many = torch.randint(-(2**63), 2**63 - 1, (3, 20000), generator=torch.Generator().manual_seed(0))
+    assert np.array_equal(keyed_uniform(*many).numpy(), hashed(*many))
+
+
+def test_the_hash_never_changes() -> None:
+    """A seeded text must be the same after an update: these numbers are part of the contract."""
+    values = keyed_uniform(torch.tensor([0, -5]), torch.tensor([0, 3]), torch.tensor([0, 123456]))
+    assert values.tolist() == [0.13870941014555427, 0.9411003284026059]
+
+
+def test_keys_differ_in_every_part() -> None:
+    values = keyed_uniform(*keys_of((-1, 0, 1), (0, 1), range(200)))
+    assert len(values.unique()) == 1200
+    assert values.min() >= 0.0 and values.max() < 1.0
+    counts = torch.histc(values, bins=8, min=0.0, max=1.0)
+    assert counts.min() > 0.7 * 150 and counts.max() < 1.3 * 150
+
+
+def defined(row: Sequence[float], temperature: float, top_k: int, *, top_p: float, uniform: float) -> int:
+    """One row: temperature, then the k best, then the shortest run of the best that reaches p, then the draw."""
+    order = sorted(range(len(row)), key=lambda i: (-row[i], i))
+    if temperature == 0.0:
+        return order[0]
+    weights = [math.exp((value - row[order[0]]) / temperature) for value in row]
+    kept = order[: top_k or len(row)]
+    if top_p < 1.0:
+        total, before, run = sum(weights[i] for i in kept), 0.0, []
+        for i in kept:
+            if before < top_p * total:
+                run.append(i)
+            before += weights[i]
+        kept = run
+    total, reached = sum(weights[i] for i in sorted(kept)), 0.0
+    for i in sorted(kept):
+        reached += weights[i]
+        if reached > uniform * total:
+            return i
+    raise AssertionError("a number below 1 falls on some id")
+
+
+Rows = dict[str, Tensor]
+
+
+def rules_of(num_rows: int, num_ids: int, *, seed: int) -> Rows:
+    """Rows of every kind: greedy, plain, one filter, both, filters that let everything pass."""
+    source = np.random.default_rng(seed)
+    return {
+        "temperature": torch.from_numpy(source.choice([0.0, 0.3, 1.0, 1.7], num_rows)),
+        "top_k": torch.from_numpy(source.choice([0, 0, 1, 2, 5, num_ids - 1, num_ids, 10 * num_ids], num_rows)),
+        "top_p": torch.from_numpy(source.choice([1.0, 1.0, 0.05, 0.437, 0.9, 0.999], num_rows)),
+        "uniform": torch.from_numpy(source.random(num_rows)),
+    }
+
+
+def logits_of(kind: str, num_rows: int, num_ids: int, *, seed: int) -> Tensor:
+    made = torch.randn(num_rows, num_ids, generator=torch.Generator().manual_seed(seed)) * 2
+    if kind == "ties":
+        return made.round()
+    if kind == "masked":
+        made[:, 1:][made[:, 1:] < 0.5] = -torch.inf
+    return made
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["spread", "ties", "masked"])
+@pytest.mark.parametrize(("num_rows", "num_ids"), [(400, 7), (300, 61), (40, 1000), (1, 33), (0, 9)])
+def test_a_draw_is_its_definition(execution: Callable[..., Tensor], kind: str, num_rows: int, num_ids: int) -> None:
+    logits, rules = logits_of(kind, num_rows, num_ids, seed=num_ids), rules_of(num_rows, num_ids, seed=num_rows)
+    got = execution(logits, **rules)
+    assert got.dtype == torch.int64
+    wanted = [
+        defined(row, t, k, top_p=p, uniform=u)
+        for row, t, k, p, u in zip(logits.tolist(), *(column.tolist() for column in rules.values()), strict=True)
+    ]
+    assert got.tolist() == wanted
+
+
+@BOTH
+def test_shares_of_equal_ids_are_met_exactly(execution: Callable[..., Tensor]) -> None:
+    """``share`` of ``same`` equal ids, at the boundary: so many stay and not one more."""
+    num_ids = 30
+    rows = [(same, share) for same in range(1, num_ids + 1) for share in range(1, same + 1)]
+    logits = torch.full((len(rows), num_ids), -torch.inf)
+    for row, (same, _) in zip(logits, rows, strict=True):
+        row[num_ids - same :] = 1.0
+    for uniform in (0.0, 1.0 - 2.0**-53):
+        got = execution(
+            logits,
+            temperature=torch.full((len(rows),), 0.7, dtype=torch.float64),
+            top_k=torch.tensor([same if i % 2 else 0 for i, (same, _) in enumerate(rows)]),
+            top_p=torch.tensor([share / same for same, share in rows], dtype=torch.float64),
+            uniform=torch.full((len(rows),), uniform, dtype=torch.float64),
+        )
+        assert got.tolist() == [num_ids - same + (share - 1 if uniform else 0) for same, share in rows]
+
+
+@BOTH
+def test_company_does_not_matter(execution: Callable[..., Tensor]) -> None:
+    logits, rules = logits_of("ties", 37, 1003, seed=1), rules_of(37, 1003, seed=1)
+    together = execution(logits, **rules)
+    for part in (slice(0, 1), slice(5, 6), slice(30, 37), slice(3, 21)):
+        assert torch.equal(execution(logits[part], **{name: rule[part] for name, rule in rules.items()}), together[part])
+
+
+@BOTH
+@pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (0.24, 1), (0.26, 3), (1.0 - 2.0**-53, 3)])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (4, 1.0), (0, 0.99), (5, 5e-324)])
+def test_the_ends_of_the_range_never_meet_an_id_without_probability(
+    execution: Callable[..., Tensor], uniform: float, token: int, top_k: int, top_p: float
+) -> None:
+    logits = torch.tensor([[-torch.inf, math.log(0.25), -torch.inf, math.log(0.75), -torch.inf]])
+    rules = {"temperature": 1.0, "top_p": top_p, "uniform": uniform}
+    columns = {name: torch.tensor([value], dtype=torch.float64) for name, value in rules.items()}
+    expected = 3 if top_p < 0.5 else token
+    assert execution(logits, **columns, top_k=torch.tensor([top_k])).tolist() == [expected]
+
+
+@BOTH
+def test_a_row_that_is_not_a_number_still_gives_an_id(execution: Callable[..., Tensor]) -> None:
+    logits = torch.full((3, 6), torch.nan)
+    rules = rules_of(3, 6, seed=0) | {"temperature": torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64)}
+    rules["top_p"] = torch.tensor([1.0, 1.0, 0.5], dtype=torch.float64)
+    assert all(0 <= token < 6 for token in execution(logits, **rules).tolist())
+
+
+def test_nothing_is_sorted_or_widened_for_a_greedy_batch() -> None:
+    rules = rules_of(3, 50, seed=0) | {"temperature": torch.zeros(3, dtype=torch.float64)}
+    with torch.profiler.profile() as profile:
+        draw(logits_of("spread", 3, 50, seed=0), **rules)
+    assert not {event.key for event in profile.key_averages()} & {"aten::sort", "aten::_softmax", "aten::cumsum"}
+
+
+@pytest.mark.parametrize("name", ["keyed_uniform", "draw_static"])
+def test_a_graph_holds_only_what_converts(name: str) -> None:
+    logits, rules = logits_of("ties", 9, 20, seed=0), rules_of(9, 20, seed=0)
+    keys = keys_of((1, -7, 2**63 - 1), (0,), (3, 4, 5))
+    if name == "keyed_uniform":
+        graph, wanted = make_fx(keyed_uniform)(*keys), keyed_uniform(*keys)
+        got = graph(*keys)
+    else:
+        columns = tuple(rules.values())
+
+        def of_columns(logits: Tensor, *columns: Tensor) -> Tensor:
+            return draw_static(logits, **dict(zip(rules, columns, strict=True)))
+
+        graph, wanted = make_fx(of_columns)(logits, *columns), draw(logits, **rules)
+        got = graph(logits, *columns)
+    assert torch.equal(got, wanted)
+    found = {str(node.target).removeprefix("aten.") for node in graph.graph.nodes if node.op == "call_function"}
+    assert "bitwise_and.Tensor" in found
+    assert not (found | {name.split(".")[0] for name in found}) & FORBIDDEN
