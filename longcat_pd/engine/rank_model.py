@@ -11,7 +11,6 @@ import torch
 from longcat_pd import kernels
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import RankSpec
-from longcat_pd.kernels.ops import Ops
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.models.causal_lm import CausalLM
 from longcat_pd.models.checkpoint import checkpoint_digest, int8_modules, open_checkpoint
@@ -30,7 +29,7 @@ class RankModel:
     """
 
     model: CausalLM
-    ops: Ops
+    ops: kernels.Ops
     cache: KVCache
     hidden_size: int
     dtype: torch.dtype

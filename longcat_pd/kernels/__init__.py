@@ -5,6 +5,8 @@ from __future__ import annotations
 from longcat_pd.kernels.ops import Ops
 from longcat_pd.kernels.reference import steady_table, table
 
+__all__ = ["Ops", "load"]
+
 
 def load(device: str, *, is_steady: bool = False) -> Ops:
     """The operators of a device kind, one that the resolver lets pass: plain torch wherever nothing better is known.

@@ -82,7 +82,7 @@ def defined(row: Sequence[float], temperature: float, top_k: int, *, top_p: floa
     if top_p < 1.0:
         total, before, run = sum(weights[i] for i in kept), 0.0, []
         for i in kept:
-            if before < top_p * total:
+            if before / total < top_p:
                 run.append(i)
             before += weights[i]
         kept = run

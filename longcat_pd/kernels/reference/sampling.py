@@ -95,11 +95,11 @@ def _last(weights: Tensor, best: Tensor, ids: Tensor, *, counts: Tensor, shares:
     """
     is_counted = torch.arange(best.shape[-1], device=best.device) < counts.unsqueeze(-1)
     weights = weights.gather(-1, ids)
-    weights = weights / weights[:, :1]  # the best weighs 1, so that a share of equal ones is met exactly
+    weights = weights / weights[:, :1]  # the best weighs 1: shares of equal ones are met exactly
     cumulated = weights.masked_fill(~is_counted, 0.0).cumsum(-1)
     before, total = functional.pad(cumulated[:, :-1], (1, 0)), cumulated[:, -1:]
     share = shares.unsqueeze(-1)
-    stays = is_counted & ((before < share * total) | (share >= 1.0))
+    stays = is_counted & ((before / total < share) | (share >= 1.0))
     count = stays.sum(-1, keepdim=True).clamp(min=1)
     return best.gather(-1, count - 1), count
 
