@@ -11,8 +11,9 @@ __all__ = ["Ops", "load"]
 def load(device: str, *, is_steady: bool = False) -> Ops:
     """The operators of a device kind, one that the resolver lets pass: plain torch wherever nothing better is known.
 
-    ``is_steady``: attention over keys that are spread over ranks gives, rounded to fp32, what attention over all of them
-    gives. Worth its price where the last bit decides about a whole step: in front of a product that quantises.
+    ``is_steady``: sums over keys that are spread over ranks, and norms, activations, rotations and routing, are made in
+    fp64 and rounded once, so that layouts and executions (torch, a compiled graph) agree to the bit. Worth its price where
+    the last bit decides about a whole step: in front of a product that quantises.
     """
     tables = {"cpu": steady_table if is_steady else table}
     return tables[device]()

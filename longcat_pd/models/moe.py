@@ -75,8 +75,9 @@ class MixtureOfExperts(nn.Module):
             return routed.to(x.dtype)
         if self._config.zero_expert_type == "copy":  # of an older release: each counts once, whatever its weight
             weights = torch.ones_like(weights)
-        zero_weight = weights.masked_fill(expert_ids < self._config.n_routed_experts, 0.0).sum(-1, keepdim=True)
-        total: Tensor = routed + x.float() * zero_weight
+        is_zero = expert_ids >= self._config.n_routed_experts
+        zero_weight = (weights.double() * is_zero).sum(-1, keepdim=True)  # in fp64: the order of choices does not show
+        total: Tensor = routed + x.float() * zero_weight.float()
         return total.to(x.dtype)
 
     def weight_specs(self) -> Iterator[WeightSpec]:

@@ -150,6 +150,33 @@ def test_a_row_has_the_same_bits_in_every_batch(width: int, columns: int, dtype:
         assert torch.equal(OPS.linear_int8(x[start:end], weight, scale), whole[start:end]), (start, end)
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # inductor's own import
+def test_a_compiled_execution_gives_the_same_bits() -> None:
+    """Fused, other vectors, another exponential, another order of sums: nothing of it may reach what is quantised."""
+    steady = kernels.load("cpu", is_steady=True)
+    width = 999
+    x, delta, weight, bias = (
+        randn(*shape, seed=s) for s, shape in enumerate([(60, width), (60, width), (width,), (width,)])
+    )
+    gates, logits, heads = randn(60, 2 * width, seed=4) * 3, randn(60, 37, seed=5) * 2, randn(60, 3, 10, seed=6)
+    cos, sin = randn(60, 5, seed=7).cos(), randn(60, 5, seed=7).sin()
+    rotation = torch.stack((torch.stack((cos, cos), -1), torch.stack((-sin, sin), -1)))
+
+    def execute() -> list[Tensor]:
+        total, normed = steady.add_rms_norm(x, delta, weight=weight, eps=1e-5)
+        ids, weights = steady.route_topk(logits, logits[0] * 0.01, topk=6, factor=2.5, is_normalized=True)
+        alone = steady.rms_norm(x, weight, 1e-5)
+        layer = steady.layer_norm(total, weight, bias=bias, eps=1e-5)
+        turned = [steady.rope(heads, rotation, is_interleaved=how) for how in (True, False)]
+        inner = steady.swiglu(gates)
+        quantised = [part for rows in (normed, inner) for part in int8.quantise(rows)]
+        return [total, normed, ids, weights, alone, layer, *turned, inner, *quantised]
+
+    compiled = torch.compile(execute, backend="inductor", dynamic=False)
+    for number, (got, wanted) in enumerate(zip(compiled(), execute(), strict=True)):
+        assert torch.equal(got, wanted), f"result {number}: {int((got != wanted).sum())} of {wanted.numel()} differ"
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_converted_model_says_nearly_what_the_float_model_says(
     variant: str, tiny: MakeCheckpoint, int8_of: Callable[[str], Path]

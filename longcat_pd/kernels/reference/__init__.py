@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from longcat_pd.kernels.ops import Ops
-from longcat_pd.kernels.reference import attention, indexer, int8, moe, ngram, norm, rows, sampling
+from longcat_pd.kernels.reference import attention, indexer, int8, moe, ngram, norm, rows, sampling, steady
 
 
 def table() -> Ops:
@@ -26,7 +26,7 @@ def table() -> Ops:
         sparse_attention=attention.sparse_attention,
         merge_partials=attention.merge_partials,
         route_topk=moe.route_topk,
-        grouped_experts=moe.grouped_experts,
+        grouped_experts=moe.experts_with(norm.swiglu),
         ngram_ids=ngram.ngram_ids,
         keyed_uniform=sampling.keyed_uniform,
         draw=sampling.draw,
@@ -35,10 +35,17 @@ def table() -> Ops:
 
 
 def steady_table() -> Ops:
-    """The same with sums over keys in fp64."""
+    """The same with bits that do not show how sums over keys are spread over ranks, nor how a row was computed."""
     plain = table()
     return replace(
         plain,
+        rms_norm=steady.rms_norm,
+        add_rms_norm=steady.add_rms_norm,
+        layer_norm=steady.layer_norm,
+        swiglu=steady.swiglu,
+        rope=steady.rope,
         paged_attention=attention.wide(plain.paged_attention),
         sparse_attention=attention.wide(plain.sparse_attention),
+        route_topk=steady.route_topk,
+        grouped_experts=moe.experts_with(steady.swiglu),
     )

@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from longcat_pd.kernels.ops import GroupedExperts, Swiglu
 from longcat_pd.kernels.reference.int8 import quantise, scaled_product
-from longcat_pd.kernels.reference.norm import swiglu
 from longcat_pd.kernels.reference.rows import never_alone, product
 
 A = TypeVar("A")
@@ -26,29 +26,34 @@ def route_topk(logits: Tensor, bias: Tensor, *, topk: int, factor: float, is_nor
     return expert_ids, weights * factor
 
 
-def grouped_experts(
-    x: Tensor,
-    expert_ids: Tensor,
-    *,
-    weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
-) -> Tensor:
-    """See ``ops.GroupedExperts``. Choices are sorted by expert, so that each chosen expert multiplies one run of rows.
+def experts_with(activate: Swiglu) -> GroupedExperts:
+    """See ``ops.GroupedExperts``; ``activate`` stands between the two products of an expert."""
 
-    A row's products are added in the order of experts.
-    """
-    num_experts, topk = gate_up.shape[0], expert_ids.shape[1]
-    sorted_ids, order = expert_ids.flatten().sort(stable=True)
-    counts = torch.bincount(sorted_ids, minlength=num_experts)[:num_experts].tolist()
-    order = order[: sum(counts)]
-    rows = order // topk
-    inner = swiglu(_by_expert(x, gate_up, gate_up_scale, counts=counts, rows=rows))
-    products = _by_expert(inner, down, down_scale, counts=counts).float()
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    return out.index_add_(0, rows, products * weights.flatten()[order].unsqueeze(-1))
+    def grouped_experts(
+        x: Tensor,
+        expert_ids: Tensor,
+        *,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_scale: Tensor | None = None,
+        down_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Choices are sorted by expert, so that each chosen expert multiplies one run of rows.
+
+        A row's products are added in the order of experts.
+        """
+        num_experts, topk = gate_up.shape[0], expert_ids.shape[1]
+        sorted_ids, order = expert_ids.flatten().sort(stable=True)
+        counts = torch.bincount(sorted_ids, minlength=num_experts)[:num_experts].tolist()
+        order = order[: sum(counts)]
+        rows = order // topk
+        inner = activate(_by_expert(x, gate_up, gate_up_scale, counts=counts, rows=rows))
+        products = _by_expert(inner, down, down_scale, counts=counts).float()
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        return out.index_add_(0, rows, products * weights.flatten()[order].unsqueeze(-1))
+
+    return grouped_experts
 
 
 def _by_expert(

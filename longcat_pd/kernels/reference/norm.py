@@ -29,10 +29,14 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def rope(x: Tensor, rotation: Tensor, *, is_interleaved: bool) -> Tensor:
-    """See ``ops.Rope``. Not as a product of complex numbers: torch's rounds differently at the end of a tensor."""
+    """See ``ops.Rope``."""
+    return turned(x.float(), rotation, is_interleaved=is_interleaved).to(x.dtype)
+
+
+def turned(x: Tensor, rotation: Tensor, *, is_interleaved: bool) -> Tensor:
+    """Rope in the type of both. Not as a product of complex numbers: torch's rounds differently at the end of a tensor."""
     half, lead = x.shape[-1] // 2, x.shape[:-1]
-    wide = x.float()
-    pairs = wide.reshape(*lead, half, 2) if is_interleaved else wide.reshape(*lead, 2, half).transpose(-1, -2)
+    pairs = x.reshape(*lead, half, 2) if is_interleaved else x.reshape(*lead, 2, half).transpose(-1, -2)
     cos, sin = rotation if x.dim() == 2 else rotation.unsqueeze(2)
-    turned: Tensor = pairs * cos + pairs.flip(-1) * sin
-    return (turned if is_interleaved else turned.transpose(-1, -2)).flatten(-2).to(x.dtype)
+    result: Tensor = pairs * cos + pairs.flip(-1) * sin
+    return (result if is_interleaved else result.transpose(-1, -2)).flatten(-2)
