@@ -23,6 +23,8 @@ _Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 _WAITS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 _STEPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 
+_GAPS = (0.00005, 0.0001, 0.0002, 0.0005, *_STEPS)
+
 
 class Labelled(Generic[_Metric]):
     """A metric with labels besides role and instance: call it with their values to get the one to change."""
@@ -109,8 +111,9 @@ class RequestMetrics:
 class EngineMetrics:
     """Steps, queues and memory of one instance.
 
-    ``step_seconds(phase)``, ``driver_step_seconds(phase)``: prefill, decode. States: ``sequences`` waiting, running;
-    ``blocks`` free, reserved, live, quarantined; ``slots`` free, used; ``ranks`` ok, silent, lost.
+    ``step_seconds(phase)``, ``driver_step_seconds(phase)``: prefill, decode. The share of the driver's time that ranks feel
+    is the sum of ``step_wait_seconds`` divided by that and the sum of ``step_compute_seconds``. States: ``sequences``
+    waiting, running; ``blocks`` free, reserved, live, quarantined; ``slots`` free, used; ``ranks`` ok, silent, lost.
     """
 
     def __init__(self, declare: _Declare) -> None:
@@ -118,6 +121,10 @@ class EngineMetrics:
         self.driver_step_seconds = declare.histograms(
             "driver_step_seconds", "The driver's own work for one step", ("phase",), _STEPS
         )
+        self.step_wait_seconds = declare.histogram(
+            "step_wait_seconds", "What a rank waited for a decode step that was due", _GAPS
+        )
+        self.step_compute_seconds = declare.histogram("step_compute_seconds", "What a rank computed a decode step", _STEPS)
         self.draft_tokens_total = declare.counter("draft_tokens_total", "Tokens proposed by the draft source")
         self.accepted_tokens_total = declare.counter("accepted_tokens_total", "Proposed tokens that were accepted")
         self.sequences = declare.gauges("sequences", "Sequences in the scheduler", ("state",))

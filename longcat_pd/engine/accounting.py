@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from longcat_pd.clock import Clock
 from longcat_pd.engine.loop import StepLoop
-from longcat_pd.engine.plan import RankAccounts, StepOutput
+from longcat_pd.engine.plan import RankAccounts, SlotOutput
 from longcat_pd.engine.room import RankFigures
 from longcat_pd.engine.roster import RankState
 from longcat_pd.errors import LongcatError
@@ -32,9 +32,12 @@ class Acceptance:
         self._metrics = metrics
         self._lengths: deque[int] = deque(maxlen=ROWS_KEPT)
 
-    def add(self, outputs: Sequence[StepOutput]) -> None:
-        """The answers to one decode step; what a sequence does not take because it has ended counts like the rest."""
-        for slot in [slot for output in outputs for slot in output.slots]:
+    def add(self, slots: Iterable[SlotOutput]) -> None:
+        """What one decode step brings to sequences that had not ended before it.
+
+        What one does not take because it ends inside the run counts like the rest.
+        """
+        for slot in slots:
             self._lengths.append(len(slot.token_ids))
             self._metrics.draft_tokens_total.inc(slot.num_drafts)
             self._metrics.accepted_tokens_total.inc(len(slot.token_ids) - 1)

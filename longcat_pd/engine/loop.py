@@ -15,7 +15,7 @@ from typing import NoReturn
 from longcat_pd.clock import Clock
 from longcat_pd.engine.executor import Executor, Ready
 from longcat_pd.engine.inbox import Inbox, Reports
-from longcat_pd.engine.plan import Phase, StepOutput, StepPlan
+from longcat_pd.engine.plan import Phase, SlotOutput, StepOutput, StepPlan
 from longcat_pd.engine.scheduler import Scheduler
 from longcat_pd.engine.sequence import Sequence
 from longcat_pd.errors import DeadlineExceeded, EngineFault, LongcatError, WorkerUnavailable
@@ -36,7 +36,8 @@ class _Flight:
 class StepLoop:
     """Runs from ``start`` until it fails or is closed; then every wait raises the reason.
 
-    The verbs call ``wake`` after everything that they change. ``on_decoded`` is told the answers to every decode step.
+    The verbs call ``wake`` after everything that they change. ``on_decoded`` is told what every decode step brings to
+    sequences that had not ended before it.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class StepLoop:
         executor: Executor,
         clock: Clock,
         metrics: EngineMetrics,
-        on_decoded: Callable[[tuple[StepOutput, ...]], None],
+        on_decoded: Callable[[list[SlotOutput]], None],
     ) -> None:
         self.scheduler = scheduler
         self.inboxes: dict[Sequence, Inbox] = {}
@@ -164,16 +165,24 @@ class StepLoop:
             flight = self._flights.popleft()
             outputs = flight.outputs.result()  # an error of the ranks ends the loop here
             now = self._clock.now()
-            for seq, tokens in self.scheduler.apply(outputs, now):
+            news = self.scheduler.apply(outputs, now)
+            for seq, tokens in news:
                 if tokens and seq in self.inboxes:
                     self.inboxes[seq].tokens.extend(tokens)
                     self.inboxes[seq].ring()
-            if flight.plan.phase == "decode":
-                self._on_decoded(outputs)
             if flight.plan.segments:
                 self._metrics.step_seconds(flight.plan.phase).observe(now - flight.submitted_at)
                 phases.append(flight.plan.phase)
+                if flight.plan.phase == "decode":
+                    self._decoded(outputs, {seq.slot for seq, _ in news})
         return phases
+
+    def _decoded(self, outputs: tuple[StepOutput, ...], alive: set[int]) -> None:
+        """Count a decode step. Of its ranks the one that stood still for longest says what of the driver was exposed."""
+        self._on_decoded([slot for output in outputs for slot in output.slots if slot.slot in alive])
+        slowest = max(outputs, key=lambda output: output.waited_ms)
+        self._metrics.step_wait_seconds.observe(slowest.waited_ms / 1000.0)
+        self._metrics.step_compute_seconds.observe(slowest.compute_ms / 1000.0)
 
     def _dispatch(self) -> None:
         while self.failure is None and (plan := self.scheduler.next_plan(self._clock.now())) is not None:

@@ -129,13 +129,19 @@ class RankAccounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutput:
-    """Answer of one rank to one plan. ``slots`` only from the reporting rank (see ``Executor``); others acknowledge."""
+    """Answer of one rank to one plan. ``slots`` only from the reporting rank (see ``Executor``); others acknowledge.
+
+    ``compute_ms``: how long a decode step took. ``waited_ms``: how long the rank stood still before it though it was due
+    (``rank.StepWatch``). Both 0 for other plans, and where nobody measures.
+    """
 
     step_id: int
     rank: int
     slots: tuple[SlotOutput, ...] = ()
     fault: str | None = None
     accounts: RankAccounts | None = None
+    waited_ms: float = 0.0
+    compute_ms: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import traceback
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NoReturn
 
 from longcat_pd import wire
@@ -46,6 +49,35 @@ def run_rank(spec: RankSpec, make_lanes: MakeLanes) -> None:
     outbox.close()
 
 
+class StepWatch:
+    """Measures decode steps, for ``StepOutput``.
+
+    Waiting for the driver counts only where there was work all the time: between two decode steps of which the second goes
+    on with a sequence of the first. All waits between them are summed, those before other plans included; a rank without
+    work, and one whose sequences have all ended, waits for nothing.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._ended_at = now()
+        self._waited_s = 0.0  # since the last decode step
+        self._decoded: set[int] = set()  # slots of that step which have kept their tenant
+
+    def execute(self, plan: StepPlan, run: Callable[[StepPlan], StepOutput]) -> StepOutput:
+        """What ``run`` makes of the plan; for a decode step with the two durations."""
+        began = self._now()
+        self._waited_s += began - self._ended_at
+        self._decoded.difference_update(plan.retire)
+        output = run(plan)
+        self._ended_at = self._now()
+        if plan.phase == "decode" and plan.segments:
+            slots = {segment.slot for segment in plan.segments}
+            waited_s = self._waited_s if slots & self._decoded else 0.0
+            output = replace(output, waited_ms=waited_s * 1000.0, compute_ms=(self._ended_at - began) * 1000.0)
+            self._waited_s, self._decoded = 0.0, slots
+        return output
+
+
 class _Steps:
     """The step thread: join, load, then one plan after the other."""
 
@@ -79,6 +111,7 @@ class _Steps:
 
     def _execute_plans(self, plans: wire.BlockingSocket, runner: ModelRunner) -> None:
         codec: wire.Codec[StepPlan | Stop] = wire.Codec(StepPlan, Stop)
+        watch = StepWatch(time.monotonic)
         while True:
             frames = plans.recv(_PLAN_POLL_S)
             if frames is None:
@@ -88,5 +121,5 @@ class _Steps:
                 return
             self._step_id = plan.step_id
             self._outbox.note_step(plan.step_id)
-            self._outbox.put(runner.execute(plan))
+            self._outbox.put(watch.execute(plan, runner.execute))
             self._outbox.note_step(0)

@@ -1,12 +1,14 @@
 """What runs next, and what outputs mean for sequences. Pure: no event loop, no clock of its own, no rank.
 
 One rule makes plans: prompts first, as chunks within the token budget, up to ``pp_size`` plans in flight; else one step for
-all that decode, one such plan in flight.
+all that decode, up to ``DECODE_PLANS`` in flight, so that ranks find the next one when they end a step. What a step brings
+for a sequence that an earlier one has ended is discarded; plans are executed in order, so its slot and its blocks come back
+with a plan behind that step.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
@@ -18,6 +20,9 @@ from longcat_pd.engine.sequence import Sequence, Stage
 from longcat_pd.errors import EngineFault
 from longcat_pd.kv_transfer.messages import Arrival, DraftState, Push
 from longcat_pd.wire import pack
+
+
+DECODE_PLANS = 2  # in flight: one that ranks compute, and the next
 
 
 @dataclass
@@ -43,16 +48,24 @@ class Scheduler:
     """Makes numbered plans from what sequences want, and moves sequences by what ranks answer.
 
     ``room`` has the blocks, the slots and the line for them; others only enqueue there, admit and look.
-    ``eos_token_ids`` end an answer.
+    ``eos_token_ids`` end an answer. ``decode_plans``: steps for those that decode in flight at once.
     """
 
-    def __init__(self, config: EngineConfig, parallel: ParallelConfig, *, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        parallel: ParallelConfig,
+        *,
+        eos_token_ids: frozenset[int],
+        decode_plans: int = DECODE_PLANS,
+    ) -> None:
         assert config.max_num_batched_tokens >= config.block_size, "a chunk holds at least one block"
         # one of the two sizes is 1: a prefill instance spreads blocks over CP, a decode group over KVP
         num_shards = parallel.cp_size * parallel.kvp_size
         self.room = Room(config, num_shards=num_shards, num_ranks=parallel.world_size)
         self._config = config
-        self._depth = parallel.pp_size  # plans with segments in flight: one for each stage
+        self._prefill_plans = parallel.pp_size  # in flight: one for each stage
+        self._decode_plans = decode_plans
         self._eos_token_ids = eos_token_ids
         self._prefilling: dict[int, Sequence] = {}  # with prompt left to schedule; by slot, in order of arrival
         self._decoding: dict[int, Sequence] = {}
@@ -122,7 +135,10 @@ class Scheduler:
         return self._make_plan("prefill", [], now)
 
     def apply(self, outputs: Many[StepOutput], now: float) -> list[tuple[Sequence, tuple[TokenOutput, ...]]]:
-        """The ranks' answers to the oldest plan in flight; the tokens that they bring. Raises EngineFault."""
+        """The ranks' answers to the oldest plan in flight; the tokens that they bring to sequences that go on till here.
+
+        Raises EngineFault.
+        """
         flight = self._flights.popleft()
         wrong = [o for o in outputs if o.step_id != flight.plan.step_id]
         if wrong:
@@ -147,16 +163,22 @@ class Scheduler:
         return news
 
     def _choose(self) -> tuple[Phase, list[Segment]]:
-        computing = [f.plan.phase for f in self._flights if f.plan.segments]
-        if len(computing) >= self._depth:
+        computing = Counter(f.plan.phase for f in self._flights if f.plan.segments)
+        if computing.total() >= max(self._prefill_plans, self._decode_plans):
             return "prefill", []
-        chunks = self._chunks()
-        if chunks:
-            return "prefill", chunks
-        if "decode" in computing:
+        if self._prefilling:
+            return "prefill", self._chunks() if computing["prefill"] < self._prefill_plans else []
+        if computing["decode"] >= self._decode_plans:
             return "prefill", []
         window = 1 + self._config.num_draft_tokens
-        return "decode", [Segment(slot=s, start=-1, num_tokens=window, is_last=True) for s in self._decoding]
+        return "decode", [Segment(slot=s, start=-1, num_tokens=window, is_last=True) for s in self._going_on()]
+
+    def _going_on(self) -> list[int]:
+        """Slots that decode and do so for longer than the plans in flight: each of those brings one token at least."""
+        coming = Counter(seq for f in self._flights if f.plan.phase == "decode" for seq in f.sequences.values())
+        return [
+            slot for slot, seq in self._decoding.items() if len(seq.outputs) + coming[seq] < seq.request.sampling.max_tokens
+        ]
 
     def _chunks(self) -> list[Segment]:
         budget = self._config.max_num_batched_tokens

@@ -74,7 +74,10 @@ class Span:
         """A prefill segment says where it starts; a decode segment is the newest token and drafts, which the rank knows."""
         if segment.start < 0:
             known_end = state.num_computed + 1
-            span = cls(state, state.num_computed, state.num_computed + segment.num_tokens, segment.num_tokens)
+            # behind the end of the answer, which ranks do not see, drafts can reach the end of the reservation
+            room = len(state.blocks) * state.split.block_size - state.num_computed
+            num_tokens = min(segment.num_tokens, room)
+            span = cls(state, state.num_computed, state.num_computed + num_tokens, num_tokens)
         else:
             known_end = segment.start + segment.num_tokens
             span = cls(state, segment.start, known_end, int(segment.is_last))

@@ -84,7 +84,7 @@ def test_acceptance_is_a_mean_over_rows_and_counts_go_on() -> None:
     acceptance = Acceptance(metrics.engine)
     assert acceptance.mean() is None
     rows = [SlotOutput(slot=s, token_ids=tuple(range(n)), num_drafts=3) for s, n in enumerate((4, 1, 2))]
-    acceptance.add([StepOutput(step_id=1, rank=0, slots=tuple(rows)), StepOutput(step_id=1, rank=1)])
+    acceptance.add(rows)
     assert acceptance.mean() == pytest.approx(7 / 3)
     acceptance.restart()
     assert acceptance.mean() is None
