@@ -117,7 +117,7 @@ class EngineMetrics:
     """
 
     def __init__(self, declare: _Declare) -> None:
-        self.step_seconds = declare.histograms("step_seconds", "Plan submitted to output received", ("phase",), _STEPS)
+        self.step_seconds = declare.histograms("step_seconds", "A plan's turn to its output received", ("phase",), _STEPS)
         self.driver_step_seconds = declare.histograms(
             "driver_step_seconds", "The driver's own work for one step", ("phase",), _STEPS
         )

@@ -19,7 +19,7 @@ from longcat_pd.engine import accounting
 from longcat_pd.engine.executor import Executor, Ready
 from longcat_pd.engine.loop import StepLoop
 from longcat_pd.engine.request import Delta, Event, Request, TokenOutput
-from longcat_pd.engine.scheduler import Scheduler
+from longcat_pd.engine.scheduler import DECODE_PLANS, Scheduler
 from longcat_pd.engine.sequence import Sequence, Stage
 from longcat_pd.kv_transfer.messages import Arrival, DraftState, Push, TransferClosed
 from longcat_pd.metrics import Metrics
@@ -31,6 +31,7 @@ class Engine:
     Args:
         executor: its ranks; the engine starts and closes them.
         eos_token_ids: tokens that end an answer.
+        decode_plans: decode steps in flight at once (see ``Scheduler``).
     """
 
     def __init__(
@@ -42,10 +43,11 @@ class Engine:
         eos_token_ids: frozenset[int],
         clock: Clock,
         metrics: Metrics,
+        decode_plans: int = DECODE_PLANS,
     ) -> None:
         self._queue_timeout_s = config.queue_timeout_s
         self._clock = clock
-        self._scheduler = Scheduler(config, parallel, eos_token_ids=eos_token_ids)
+        self._scheduler = Scheduler(config, parallel, eos_token_ids=eos_token_ids, decode_plans=decode_plans)
         self.acceptance = accounting.Acceptance(metrics.engine)
         self._loop = StepLoop(
             self._scheduler, executor=executor, clock=clock, metrics=metrics.engine, on_decoded=self.acceptance.add

@@ -58,6 +58,7 @@ class StepLoop:
         self._metrics = metrics
         self._on_decoded = on_decoded
         self._flights: deque[_Flight] = deque()
+        self._collected_at = 0.0
         self._wake = asyncio.Event()
         self.failure: LongcatError | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -171,10 +172,12 @@ class StepLoop:
                     self.inboxes[seq].tokens.extend(tokens)
                     self.inboxes[seq].ring()
             if flight.plan.segments:
-                self._metrics.step_seconds(flight.plan.phase).observe(now - flight.submitted_at)
+                began = max(flight.submitted_at, self._collected_at)  # a plan that is ahead waits for its turn
+                self._metrics.step_seconds(flight.plan.phase).observe(now - began)
                 phases.append(flight.plan.phase)
                 if flight.plan.phase == "decode":
                     self._decoded(outputs, {seq.slot for seq, _ in news})
+            self._collected_at = now
         return phases
 
     def _decoded(self, outputs: tuple[StepOutput, ...], alive: set[int]) -> None:

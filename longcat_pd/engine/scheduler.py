@@ -21,7 +21,6 @@ from longcat_pd.errors import EngineFault
 from longcat_pd.kv_transfer.messages import Arrival, DraftState, Push
 from longcat_pd.wire import pack
 
-
 DECODE_PLANS = 2  # in flight: one that ranks compute, and the next
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from longcat_pd.config.schema import EngineConfig, ParallelConfig
 from longcat_pd.engine.driver import Engine
 from longcat_pd.engine.request import Delta, Request, SamplingParams
+from longcat_pd.engine.scheduler import DECODE_PLANS
 from longcat_pd.kv_transfer.messages import Arrival, Push
 from longcat_pd.metrics import Metrics
 from longcat_pd.wire import pack
@@ -53,7 +54,7 @@ class Rig:
 
     async def answer(self, asked: Request) -> list[Delta]:
         """The standalone role."""
-        num_tokens = len(asked.prompt_token_ids) + asked.sampling.max_tokens
+        num_tokens = len(asked.prompt_token_ids) + asked.sampling.max_tokens + self.pencil.config.num_draft_tokens
         async with self.engine.reserve(asked, num_tokens) as seq:
             first = await self.engine.prefill(seq)
             return [delta async for delta in self.engine.decode(seq, first)]
@@ -67,7 +68,7 @@ class Rig:
 
     async def receive(self, asked: Request, transfer_id: str, first: Any) -> list[Delta]:
         """The decode role."""
-        num_tokens = len(asked.prompt_token_ids) + asked.sampling.max_tokens
+        num_tokens = len(asked.prompt_token_ids) + asked.sampling.max_tokens + self.pencil.config.num_draft_tokens
         async with self.engine.reserve(asked, num_tokens) as seq:
             self.engine.announce(
                 seq,
@@ -94,11 +95,21 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(*, auto: bool = True, parallel: ParallelConfig | None = None, **changes: Any) -> AsyncIterator[Rig]:
+async def rig(
+    *, auto: bool = True, parallel: ParallelConfig | None = None, decode_plans: int = DECODE_PLANS, **changes: Any
+) -> AsyncIterator[Rig]:
     config, parallel = engine_config(**changes), parallel or ParallelConfig()
     pencil, clock = Pencil(config, parallel, auto), ManualClock()
     metrics = Metrics(role="standalone", instance="s0")
-    engine = Engine(config, parallel, executor=pencil, eos_token_ids=frozenset({20}), clock=clock, metrics=metrics)
+    engine = Engine(
+        config,
+        parallel,
+        executor=pencil,
+        eos_token_ids=frozenset({20}),
+        clock=clock,
+        metrics=metrics,
+        decode_plans=decode_plans,
+    )
     await engine.start()
     try:
         yield Rig(engine, pencil, clock, metrics)

@@ -44,6 +44,8 @@ class Pencil:
     silent: set[int] = field(default_factory=set)
     miscount: dict[int, int] = field(default_factory=dict)  # by rank: live blocks that it reports wrongly
     fault_at: int = 0
+    accepted: int = 0  # drafts of each window that stand
+    durations_ms: dict[int, tuple[float, float]] = field(default_factory=dict)  # by rank: waited, computed
     is_started: bool = False
     is_closed: bool = False
     _on_closed: OnClosed = lambda event: None
@@ -89,8 +91,16 @@ class Pencil:
             return plan
         future.set_result(
             tuple(
-                StepOutput(step_id=plan.step_id, rank=r, slots=slots if r == 0 else (), accounts=self.accounts(r))
+                StepOutput(
+                    step_id=plan.step_id,
+                    rank=r,
+                    slots=slots if r == 0 else (),
+                    accounts=self.accounts(r),
+                    waited_ms=waited_ms,
+                    compute_ms=compute_ms,
+                )
                 for r in range(self.parallel.world_size)
+                for waited_ms, compute_ms in [self.durations_ms.get(r, (0.0, 0.0))]
             )
         )
         return plan
@@ -186,11 +196,20 @@ class Pencil:
             assert segment.is_last == (state.num_computed == state.prompt_len)
             assert segment.is_last or state.num_computed % self.config.block_size == 0
         else:
-            assert (segment.start, segment.num_tokens, segment.is_last) == (-1, 1, True)
+            assert (segment.start, segment.num_tokens, segment.is_last) == (-1, 1 + self.config.num_draft_tokens, True)
             assert state.num_computed == len(state.tokens) - 1, "decoding before the prompt is computed"
-            state.num_computed += 1
+            return self._decode(segment, state)
         assert state.num_computed <= len(state.held) * self.config.block_size
         if not segment.is_last:
             return None
         state.tokens.append(state.tokens[-1] + 1)
         return SlotOutput(slot=segment.slot, token_ids=(state.tokens[-1],))
+
+    def _decode(self, segment: Segment, state: _Slot) -> SlotOutput:
+        room = len(state.held) * self.config.block_size - state.num_computed
+        assert room > 0, "a window begins behind the reservation"
+        num_drafts = min(segment.num_tokens, room) - 1
+        tokens = tuple(state.tokens[-1] + 1 + i for i in range(1 + min(self.accepted, num_drafts)))
+        state.tokens += tokens
+        state.num_computed += len(tokens)
+        return SlotOutput(slot=segment.slot, token_ids=tokens, num_drafts=num_drafts)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import aclosing
+from itertools import pairwise
 
 import pytest
 
 from longcat_pd.config.schema import ParallelConfig
-from longcat_pd.engine.request import FinishReason, TokenOutput
+from longcat_pd.engine.request import FinishReason, Request, TokenOutput
 from longcat_pd.errors import DeadlineExceeded, EngineFault, InvalidRequest, Overloaded, RankLost, WorkerUnavailable
 from tests.manual_clock import settle
 from tests.unit.engine_rig import Rig, ids, request, rig
@@ -133,6 +136,99 @@ async def test_what_can_never_fit_is_the_clients_error() -> None:
             await r.answer(request([5] * 30, 10))
         assert refused.value.code == "context_length_exceeded"
         await r.assert_idle()
+
+
+def ends_everywhere() -> list[tuple[Request, list[int]]]:
+    """Every kind of end at every place of a run and behind it, and what is to be said. The pencil counts on from 9."""
+    found = []
+    for count in range(1, 11):
+        said = list(range(10, 10 + count))
+        found.append((request([9] * count, count, ignore_eos=True), said))
+        found.append((request([19 - count], 30), list(range(20 - count, 21))))
+        found.append((request([9], 30, stop_token_ids=(9 + count,), ignore_eos=True), said))
+    return found
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2, 3])
+async def test_every_end_with_a_step_ahead_is_that_without(accepted: int) -> None:
+    """One after the other and all at once; figures of drafts do not tell either how far the driver was ahead."""
+    figures = []
+    for decode_plans, max_num_seqs in ((1, 1), (2, 1), (2, 4), (3, 4)):
+        sizes = {"num_draft_tokens": 3, "max_num_seqs": max_num_seqs, "max_queued_requests": 64, "num_blocks": 65}
+        async with rig(decode_plans=decode_plans, **sizes) as r:
+            r.pencil.accepted = accepted
+            asked = ends_everywhere()
+            answers = await asyncio.gather(*(r.answer(a) for a, _ in asked))
+            for (a, said), deltas in zip(asked, answers, strict=True):
+                assert ids(deltas) == said and deltas[-1].finish is not None, a
+            await r.assert_idle()
+            text = r.metrics.render().decode()
+            counts = re.findall(r"longcat_pd_(?:draft|accepted)_tokens_total{.*} (.*)", text)
+            figures.append((r.engine.acceptance.mean(), counts))
+            steps = [p for p in r.pencil.plans if p.phase == "decode" and p.segments]
+            assert decode_plans == 1 or any(b.step_id == a.step_id + 1 for a, b in pairwise(steps))
+    assert figures[0][0] is not None and all(f == figures[0] for f in figures)
+
+
+async def test_the_face_stops_with_steps_in_flight_and_the_next_one_has_the_slot() -> None:
+    async with rig(auto=False, max_num_seqs=1) as r:
+
+        async def until_stopped() -> list[int]:
+            async with r.engine.reserve(request([30], 20), 21) as seq:
+                first = await r.engine.prefill(seq)
+                async with aclosing(r.engine.decode(seq, first)) as deltas:
+                    said: list[int] = []
+                    async for delta in deltas:
+                        said += [t.token_id for t in delta.tokens]
+                        if 32 in said:
+                            return said
+            raise AssertionError("no end")
+
+        stopped, follower = asyncio.create_task(until_stopped()), asyncio.create_task(r.answer(request([50], 3)))
+        for _ in range(2):
+            await settle()
+            r.pencil.step()
+        await settle()
+        assert [p.phase for p, _ in r.pencil.waiting] == ["decode", "decode"] and not stopped.done()
+        r.pencil.step()
+        await settle()
+        assert stopped.result() == [31]
+        assert len(r.pencil.waiting) == 3, "two late steps, then the plan that retires"
+        r.pencil.auto = True
+        while r.pencil.waiting:
+            r.pencil.step()
+        assert ids(await follower) == [51, 52, 53]
+        await r.assert_idle()
+
+
+async def test_closing_and_loss_with_steps_in_flight_end_everything() -> None:
+    for is_lost in (True, False):
+        async with rig(auto=False) as r:
+            task = asyncio.create_task(r.answer(request([30], 9)))
+            await settle()
+            r.pencil.step()
+            await settle()
+            assert [len(p.segments) for p, _ in r.pencil.waiting] == [1, 1]
+            if is_lost:
+                r.pencil.lose(RankLost("rank 0 ended with status -9"))
+            else:
+                await r.engine.close()
+            with pytest.raises(RankLost if is_lost else WorkerUnavailable):
+                await task
+
+
+async def test_the_longest_wait_of_a_rank_is_what_counts() -> None:
+    async with rig(auto=False, parallel=ParallelConfig(kvp_size=2)) as r:
+        task = asyncio.create_task(r.answer(request([5], 2)))
+        await settle()
+        r.pencil.step()
+        await settle()
+        r.pencil.durations_ms = {0: (1.0, 8.0), 1: (2.0, 6.0)}
+        r.pencil.step()
+        await task
+        text = r.metrics.render().decode()
+        assert 'step_wait_seconds_sum{instance="s0",role="standalone"} 0.002' in text
+        assert 'step_compute_seconds_sum{instance="s0",role="standalone"} 0.006' in text
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3])

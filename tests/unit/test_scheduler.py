@@ -90,14 +90,121 @@ def test_prompts_go_before_one_step_for_all_that_decode() -> None:
     assert s.apply(answer(step, s0=1, s1=2), 0.0) == [(old[0], (TokenOutput(1),)), (old[1], (TokenOutput(2),))]
 
 
-def test_only_one_decode_step_flies_even_with_stages_to_spare() -> None:
-    s = scheduler(ParallelConfig(pp_size=2))
-    seq = admitted(s, 2)
+def decoding(s: Scheduler, num_prompt: int = 2, max_tokens: int = 9, *, num_drafts: int = 0, **sampling: Any) -> Sequence:
+    """A sequence with its first token, 7, while nothing is in flight."""
+    seq = admitted(s, num_prompt, max_tokens, num_drafts=num_drafts, **sampling)
     s.start_prefill(seq, None)
-    s.apply(answer(next_plan(s), s0=7), 0.0)
+    s.apply(answer(next_plan(s), **{f"s{seq.slot}": 7}), 0.0)
     s.start_decode(seq, TokenOutput(7))
+    return seq
+
+
+def run(plan: StepPlan, *token_ids: int, slot: int = 0) -> list[StepOutput]:
+    return [StepOutput(step_id=plan.step_id, rank=0, slots=(SlotOutput(slot=slot, token_ids=token_ids),))]
+
+
+def test_the_next_decode_step_is_on_its_way_while_one_computes() -> None:
+    s = scheduler()
+    seq = decoding(s)
+    one, two = next_plan(s), next_plan(s)
+    assert one.segments == two.segments == (Segment(slot=0, start=-1, num_tokens=1, is_last=True),)
+    assert s.next_plan(0.0) is None
+    s.apply(answer(one, s0=8), 0.0)
+    assert next_plan(s).phase == "decode" and s.next_plan(0.0) is None
+    s.apply(answer(two, s0=9), 0.0)
+    assert [t.token_id for t in seq.outputs] == [7, 8, 9] and seq.num_computed == 4
+
+
+def test_as_many_decode_steps_fly_as_was_asked_for() -> None:
+    s = Scheduler(engine_config(), ParallelConfig(), eos_token_ids=frozenset({20}), decode_plans=1)
+    decoding(s)
     next_plan(s)
     assert s.next_plan(0.0) is None
+
+
+@pytest.mark.parametrize("max_tokens", [2, 3, 4, 7])
+def test_no_step_is_made_for_a_sequence_that_those_in_flight_end(max_tokens: int) -> None:
+    s = scheduler()
+    seq, other = decoding(s, max_tokens=max_tokens), decoding(s, max_tokens=10)
+    with_seq = 0
+    flying = [next_plan(s), next_plan(s)]
+    for count in range(12):
+        if not flying:
+            break
+        plan = flying.pop(0)
+        with_seq += any(g.slot == seq.slot for g in plan.segments)
+        s.apply(answer(plan, **{f"s{g.slot}": 30 + count for g in plan.segments}), 0.0)
+        while (more := s.next_plan(0.0)) is not None:
+            flying.append(more)
+    assert seq.finish is other.finish is FinishReason.LENGTH
+    assert (len(seq.outputs), len(other.outputs)) == (max_tokens, 10)
+    assert with_seq == max_tokens - 1, "one step for each token behind the first, none in vain"
+
+
+def test_a_newcomer_waits_for_what_is_in_flight_only() -> None:
+    s = scheduler(max_num_batched_tokens=4)
+    decoding(s)
+    one, two = next_plan(s), next_plan(s)
+    new = admitted(s, 6)
+    s.start_prefill(new, None)
+    assert s.next_plan(0.0) is None
+    s.apply(answer(one, s0=8), 0.0)
+    first = next_plan(s)
+    assert chunks(first) == [(1, 0, 4, False)]
+    s.apply(answer(two, s0=9), 0.0)
+    assert s.next_plan(0.0) is None, "prompts come first, one chunk in flight for each stage"
+    s.apply(answer(first), 0.0)
+    last = next_plan(s)
+    assert chunks(last) == [(1, 4, 2, True)]
+    behind = next_plan(s)
+    assert behind.phase == "decode" and [g.slot for g in behind.segments] == [0]
+    s.apply(answer(last, s1=7), 0.0)
+    s.start_decode(new, TokenOutput(7))
+    assert [g.slot for g in next_plan(s).segments] == [0, 1]
+
+
+ENDS = {
+    "eos": {},
+    "stop token": {"stop_token_ids": (20,), "ignore_eos": True},
+    "max_tokens": {"max_tokens": 3, "ignore_eos": True},
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("found", [(18, 20), (18, 20, 21), (18, 20, 21, 22)])
+def test_what_comes_late_for_a_sequence_that_has_ended_is_nothing(end: str, found: tuple[int, ...]) -> None:
+    """The end is at the border of the run or inside it; the slot has its next tenant when the late output comes."""
+    s = scheduler(num_draft_tokens=3, max_num_seqs=1)
+    old = decoding(s, num_drafts=3, **{"max_tokens": 9, **ENDS[end]})
+    one, late = next_plan(s), next_plan(s)
+    ((_, tokens),) = s.apply(run(one, *found), 0.0)
+    assert [t.token_id for t in tokens] == [18, 20] and old.stage is Stage.ENDED
+    blocks = set(old.blocks)
+    assert s.room.figures().blocks["live"] == len(blocks), "the late step may still write there"
+    assert next_plan(s).retire == (0,)
+    new = admitted(s, 3)
+    assert new.slot == 0 and set(new.blocks) & blocks
+    s.start_prefill(new, None)
+    plan = next_plan(s)
+    assert plan.admit[0].slot == 0 and plan.step_id > late.step_id
+    assert s.apply(run(late, 23, 24), 0.0) == []
+    assert [t.token_id for t in old.outputs] == [7, 18, 20] and old.num_computed == 4
+    assert new.outputs == [] and new.num_computed == 0
+    s.apply([StepOutput(step_id=late.step_id + 1, rank=0)], 0.0)
+    s.apply(run(plan, 9), 0.0)
+    assert new.stage is Stage.PREFILLED and new.num_computed == 3
+
+
+def test_what_was_cancelled_with_two_steps_in_flight_comes_back_once() -> None:
+    s = scheduler()
+    seq, other = decoding(s), decoding(s)
+    one, two = next_plan(s), next_plan(s)
+    s.release(seq)
+    assert next_plan(s).retire == (0,), "at once, behind what is in flight"
+    assert [q for q, _ in s.apply(answer(one, s0=8, s1=9), 0.0)] == [other]
+    assert [g.slot for g in next_plan(s).segments] == [1]
+    assert [q for q, _ in s.apply(answer(two, s0=8, s1=9), 0.0)] == [other]
+    assert [t.token_id for t in seq.outputs] == [7] and [t.token_id for t in other.outputs] == [7, 9, 9]
 
 
 def test_tokens_behind_the_end_do_not_count() -> None:

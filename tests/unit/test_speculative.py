@@ -9,7 +9,7 @@ import torch
 
 from longcat_pd import kernels
 from longcat_pd.engine.accounting import Acceptance
-from longcat_pd.engine.plan import Segment, SlotOutput, StepOutput
+from longcat_pd.engine.plan import Segment, SlotOutput
 from longcat_pd.engine.slots import SlotState, Span
 from longcat_pd.engine.speculative import settled, unpacked
 from longcat_pd.kv_cache.block_pool import GroupPool
