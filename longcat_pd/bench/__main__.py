@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from longcat_pd.bench import client, report
+from longcat_pd.bench import ahead, client, report
 from longcat_pd.bench.report import Row
 from longcat_pd.bench.servers import Served, cluster, cpu_share, engine, make_checkpoint, resident_mib
 
@@ -77,6 +77,7 @@ def pair_rows(folder: Path, *, rounds: int) -> Iterator[Row]:
             rates = [asyncio.run(_rates(urls, seed=seed)) for seed in range(4)][1:]
             ours, other = [rate["pair"] for rate in rates], [rate["alone"] for rate in rates]
             yield compared(f"output tokens/s, 4 at once, {name}", ours, other, unit="", goal="")
+            yield ahead.exposed_row(f"D of {name}", asyncio.run(client.metrics(f"http://127.0.0.1:{DECODE_PORT}")))
             yield Row(what=f"start until ready, {name}", ours=f"{pair.start_s:.1f} s", goal="≤ 60 s")
             yield from _memory_rows(name, pair)
             yield _idle_row(name, pair)
@@ -131,7 +132,10 @@ def _memory_rows(name: str, served: Served) -> Iterator[Row]:
 
 
 def rate_rows(folder: Path, *, num_tokens: int) -> Iterator[Row]:
-    """Output tokens per second of one engine against transformers' `generate`, same weights, one torch thread each."""
+    """Output tokens per second of one engine against transformers' `generate`, same weights, one torch thread each.
+
+    Then what it costs ranks when the driver only reacts.
+    """
     model = make_checkpoint(folder / "chat", "chat", dtype="float32", overrides=CHAT_SIZES)
     command = [sys.executable, "-m", "longcat_pd.bench.judge", "--model", str(model), "--threads", "1"]
     with ExitStack() as stack:
@@ -147,8 +151,10 @@ def rate_rows(folder: Path, *, num_tokens: int) -> Iterator[Row]:
                 theirs.append(_their_rate(judge, f"{batch} 32 {num_tokens} {seed}"))
             what = f"output tokens/s, chat, batch {batch}"
             yield compared(what, ours[1:], theirs[1:], unit="", goal="≥ 1", them="transformers generate")
+        yield ahead.exposed_row("chat", asyncio.run(client.metrics(alone.url)))
         assert judge.stdin is not None
         judge.stdin.close()
+    yield from ahead.ahead_rows(model, ENGINE, port=ENGINE_PORT)
 
 
 def _their_rate(judge: subprocess.Popen[str], order: str) -> float:

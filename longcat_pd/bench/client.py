@@ -87,10 +87,20 @@ async def output_rate(url: str, *, batch: int, length: int, num_tokens: int, see
 
 async def counter(url: str, name: str) -> float:
     """A counter of a server's `/metrics`, all its labels together; 0 if it has not counted yet."""
+    return total(await metrics(url), name)
+
+
+async def metrics(url: str) -> str:
+    """The text of a server's `/metrics`."""
     async with client() as http:
         response = await http.get(f"{url}/metrics")
         response.raise_for_status()
-    lines = [line for line in response.text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
+    return response.text
+
+
+def total(text: str, name: str, label: str = "") -> float:
+    """The sum of a metric in such a text, of all its series or of those with this label (`key="value"`)."""
+    lines = [line for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{")) and label in line]
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
