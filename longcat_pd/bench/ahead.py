@@ -1,4 +1,4 @@
-"""What ranks feel of their driver: the share of the decode time that they wait for the next plan, and what being ahead buys.
+"""What ranks feel of their driver: the share of decode time that they wait for the next plan, and what being ahead buys.
 
 One engine a plan depth, with rank processes as in service and this process as the driver, without a face.
 """

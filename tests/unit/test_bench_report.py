@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from longcat_pd.bench.ahead import exposed
 from longcat_pd.bench.report import BEGIN, END, Row, table, write
+from longcat_pd.metrics import Metrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
@@ -28,6 +30,16 @@ def test_figures_replace_figures_and_nothing_else(tmp_path: Path) -> None:
     assert "| first token | 2 ms | 1 ms | 2.00 | ≤ 1.25 |" in text
     assert "old" not in text
     assert "new" not in text
+
+
+def test_the_exposed_share_comes_from_the_waits_of_decode_steps() -> None:
+    metrics = Metrics(role="decode", instance="d0")
+    for waited, computed in ((0.0, 0.030), (0.002, 0.008)):
+        metrics.engine.step_wait_seconds.observe(waited)
+        metrics.engine.step_compute_seconds.observe(computed)
+        metrics.engine.driver_step_seconds("decode").observe(0.001)
+    metrics.engine.driver_step_seconds("prefill").observe(7.0)
+    assert exposed(metrics.render().decode()) == (pytest.approx(0.001), pytest.approx(0.05))
 
 
 def test_a_page_without_markers_is_left_alone(tmp_path: Path) -> None:
