@@ -79,6 +79,24 @@ def test_the_state_for_drafts_travels_exactly(dtype: torch.dtype) -> None:
     assert found.dtype == dtype and torch.equal(found, final)
 
 
+def test_a_window_behind_the_end_of_an_answer_stays_in_the_reservation() -> None:
+    """The driver made it before it knew of the end."""
+    state = state_of([5, 6, 7])
+    room = len(state.blocks) * BLOCK
+    assert room == 12
+    state.append(*range(10, 16))
+    state.num_computed = 8
+    assert (Span.of(WINDOW, state).end, Span.of(WINDOW, state).num_drafts) == (room, 3)
+    state.append(16, 17)
+    state.num_computed = 10
+    assert (Span.of(WINDOW, state).end, Span.of(WINDOW, state).num_drafts) == (room, 1)
+    state.append(18)
+    state.num_computed = 11
+    assert Span.of(WINDOW, state).num_drafts == 0
+    state.append(9)
+    assert state.token_ids[room] == 9
+
+
 def test_acceptance_is_a_mean_over_rows_and_counts_go_on() -> None:
     metrics = Metrics(role="decode", instance="d0")
     acceptance = Acceptance(metrics.engine)
