@@ -108,6 +108,26 @@ class SelectPositions(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class IndexCandidates(Protocol):
+    """IndexScores and SelectPositions in one: the best visible keys of each row among the positions ``low ... high - 1``.
+
+    ``index_q`` [B, Q, I, D], ``weights`` [B, Q, I], ``high`` [B, Q], ``limits`` (low, budget) -> (scores, positions), both
+    [B, Q, budget].
+    """
+
+    def __call__(
+        self,
+        index_q: Tensor,
+        weights: Tensor,
+        *,
+        cache: Tensor,
+        block_tables: Tensor,
+        block_starts: Tensor,
+        high: Tensor,
+        limits: tuple[int, int],
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 class PagedAttention(Protocol):
     """Attention of latent queries to all visible keys up to each row's own position.
 
@@ -231,6 +251,7 @@ class Ops:
     store: Store
     index_scores: IndexScores
     select_positions: SelectPositions
+    index_candidates: IndexCandidates
     paged_attention: PagedAttention
     sparse_attention: SparseAttention
     merge_partials: MergePartials

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import EngineConfig
 from longcat_pd.kv_cache.spec import CacheSpec
 
 
-class KVCache:
-    """One tensor ``[num_blocks, block_size, width]`` for each entry of the rank's layers.
+class KVCache(nn.Module):
+    """One tensor ``[num_blocks, block_size, width]`` for each entry of the rank's layers: the buffers of a module.
 
     Filled with zeros: attention reads whole blocks and masks what is not valid, and no mask survives a NaN.
     """
 
     def __init__(self, spec: CacheSpec, num_blocks: int, block_size: int, device: torch.device) -> None:
+        super().__init__()
         self.spec = spec
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._tensors = {
-            entry.name: torch.zeros((num_blocks, block_size, entry.width), dtype=entry.dtype, device=device)
-            for entry in spec.entries
-        }
+        self._names = {entry.name: entry.name.replace(".", "_") for entry in spec.entries}
+        for entry in spec.entries:
+            blocks = torch.zeros((num_blocks, block_size, entry.width), dtype=entry.dtype, device=device)
+            self.register_buffer(self._names[entry.name], blocks, persistent=False)
 
     @classmethod
     def of_layers(
@@ -33,4 +35,4 @@ class KVCache:
 
     def tensor(self, name: str) -> torch.Tensor:
         """The blocks of one entry: ``[num_blocks, block_size, width]``."""
-        return self._tensors[name]
+        return self.get_buffer(self._names[name])

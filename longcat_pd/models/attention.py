@@ -38,8 +38,7 @@ class Attention(nn.Module):
         self._ops = context.ops
         self._attention = attention
         self._kv_access = kv_access
-        self._latents = context.cache.tensor(f"latent.{attention}")
-        self._rope_keys = context.cache.tensor(f"rope.{attention}")
+        self._cache = context.cache
         heads = share_of(config.num_attention_heads, group)
         self._num_heads = heads.stop - heads.start
         hidden, q_rank, kv_rank = config.hidden_size, config.q_lora_rank, config.kv_lora_rank
@@ -101,8 +100,9 @@ class Attention(nn.Module):
         q_lora, latent, rope_key = self.down(x).split(
             (self._config.q_lora_rank, self._config.kv_lora_rank, self._config.qk_rope_head_dim), -1
         )
-        self._ops.store(self._latents, inputs.slot_mapping, self.kv_norm(latent) * self._config.kv_lora_scale)
-        self._ops.store(self._rope_keys, inputs.slot_mapping, self._ops.rope(rope_key, rotation, is_interleaved=True))
+        latents, rope_keys = (self._cache.tensor(f"{part}.{self._attention}") for part in ("latent", "rope"))
+        self._ops.store(latents, inputs.slot_mapping, self.kv_norm(latent) * self._config.kv_lora_scale)
+        self._ops.store(rope_keys, inputs.slot_mapping, self._ops.rope(rope_key, rotation, is_interleaved=True))
         normed: Tensor = self.q_norm(q_lora)
         return normed
 

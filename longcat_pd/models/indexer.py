@@ -30,7 +30,7 @@ class Indexer(nn.Module):
         self._kv_access = kv_access
         self._settings = indexer
         self._rope_dim = config.qk_rope_head_dim
-        self._index_keys = context.cache.tensor(f"index.{attention}")
+        self._cache = context.cache
         heads, width = indexer.index_n_heads, indexer.index_head_dim
         self.wq_b = Linear(context, config.q_lora_rank, Piece(f"{name}.wq_b", heads * width))
         self.wk = Linear(context, config.hidden_size, Piece(f"{name}.wk", width))
@@ -51,7 +51,7 @@ class Indexer(nn.Module):
     def store(self, x: Tensor, rotation: Tensor, *, inputs: ForwardInputs) -> None:
         """Stores the index keys of the rows, for rows that attend to nothing."""
         keys = self._turn(self.k_norm(self.wk(x)), rotation)
-        self._ops.store(self._index_keys, inputs.slot_mapping, keys)
+        self._ops.store(self._cache.tensor(f"index.{self._attention}"), inputs.slot_mapping, keys)
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """The four projections and norms."""

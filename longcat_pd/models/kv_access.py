@@ -196,21 +196,15 @@ class _VisibleKeys:
         cost = Cost(key=self._indexer.index_head_dim, pair=self._indexer.index_n_heads)
         scores = [index_q.new_empty((0, self.budget), dtype=torch.float32)]
         positions = [inputs.positions.new_empty((0, self.budget))]
+        limits = (self._indexer.index_init_tokens, self.budget)
+        high = inputs.positions + 1 - self._indexer.index_local_tokens
         for tile in tiles(inputs, self._block_size, cost):
-            tile_scores = self._ops.index_scores(
-                tile.cut(index_q), tile.cut(weights), cache=index, block_tables=tile.block_tables
+            where = {"block_tables": tile.block_tables, "block_starts": tile.block_starts}
+            best = self._ops.index_candidates(
+                tile.cut(index_q), tile.cut(weights), cache=index, high=tile.cut(high), limits=limits, **where
             )
-            offsets = torch.arange(self._block_size, device=index.device)
-            key_positions = (tile.block_starts.unsqueeze(-1) + offsets).flatten(1)
-            best = self._ops.select_positions(
-                tile_scores.flatten(0, 1),
-                key_positions.repeat_interleave(tile.rows_each, 0),
-                low=self._indexer.index_init_tokens,
-                high=inputs.positions[tile.rows] + 1 - self._indexer.index_local_tokens,
-                budget=self.budget,
-            )
-            scores.append(best[0])
-            positions.append(best[1])
+            scores.append(best[0].flatten(0, 1))
+            positions.append(best[1].flatten(0, 1))
         return torch.cat(scores), torch.cat(positions)
 
     def forced(self, positions: Tensor) -> Tensor:

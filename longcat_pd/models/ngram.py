@@ -37,14 +37,14 @@ class NgramEmbedding(nn.Module):
         self.rows = empty_parameter(context, self._starts[-1], self._width)
         self.projection = empty_parameter(context, tables.num_tables * self._width, config.hidden_size)
 
-        def constant(values: object) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=context.device)
+        def constant(values: object) -> nn.Buffer:
+            return nn.Buffer(torch.tensor(values, dtype=torch.int64, device=context.device), persistent=False)
 
         self._powers = constant([tables.powers_of(b) for b in range(tables.num_tables)])
         self._moduli = constant(tables.table_sizes)
         self._offsets = constant(self._starts[:-1])
         self._eos = constant(config.eos_token_id)
-        self._ignored = constant(tables.ignored_ranges).view(-1, 2)
+        self._ignored = nn.Buffer(constant(tables.ignored_ranges).view(-1, 2), persistent=False)
 
     def forward(self, token_ids: Tensor, windows: Tensor) -> Tensor:
         """[T] and [T, N] (see ``ForwardInputs.ngram_windows``) -> [T, hidden]."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longcat_pd.models.context import ModelContext
 
 
-class RotaryPositions:
+class RotaryPositions(nn.Module):
     """Turns positions into rotations, once a step for all layers.
 
     Computed where they are needed and not read from a table: a table for a million positions takes a quarter of a GiB on
@@ -16,11 +16,13 @@ class RotaryPositions:
     """
 
     def __init__(self, context: ModelContext) -> None:
+        super().__init__()
         config = context.config
-        self._frequencies = torch.tensor(config.rope_frequencies, dtype=torch.float64, device=context.device)
+        frequencies = torch.tensor(config.rope_frequencies, dtype=torch.float64, device=context.device)
+        self._frequencies = nn.Buffer(frequencies, persistent=False)
         self._magnitude = config.rope_magnitude
 
-    def __call__(self, positions: Tensor) -> Tensor:
+    def forward(self, positions: Tensor) -> Tensor:
         """[T] -> [2, T, R / 2, 2] (see ``ops.Rope``), times YaRN's magnitude; fp32."""
         angles = positions.double().unsqueeze(-1) * self._frequencies
         cos, sin = angles.cos(), angles.sin()

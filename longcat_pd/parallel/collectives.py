@@ -5,6 +5,8 @@ first, they are as fast as its own all_to_all and faster than all_gather and all
 long again); every data type travels (gloo refuses 8-bit floats, and the refusal poisons the group); and sums are ours: in
 fp32, in the order of ranks, rounded once, so that every rank gets the same bits, and a row the same bits in any batch.
 
+The exchange is one operator that a compiler does not look into, so a compiled step communicates as an eager one does.
+
 All ranks of an axis call the same operations in the same order with the same shapes. Every wait ends with the time-out of
 the process group (RuntimeError).
 """
@@ -100,18 +102,10 @@ class AxisGroup:
         assert x.shape[dim] % self.size == 0, (self.name, tuple(x.shape), dim, self.size)
         return [part.contiguous() for part in x.chunk(self.size, dim)] if x.numel() else [x] * self.size
 
-    def _exchange(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Part j goes to rank j; returns what each rank sent here. Parts are contiguous and equal in shape."""
-        mine = parts[self.rank]
-        received = [mine if r == self.rank else torch.empty_like(mine) for r in range(self.size)]
-        if not mine.numel():
-            return received
-        others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
-        works = [self._post_send(parts[to], to) for to in others]
-        works += [self._post_recv(received[frm], frm) for frm in reversed(others)]
-        for work in works:
-            work.wait()
-        return received
+    def _exchange(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Part j goes to rank j; returns what each rank sent here, [size, ...]. Parts are contiguous, equal in shape."""
+        assert self._group is not None, f"{self.name} has one rank"
+        return _exchange(list(parts), self._group.group_name, self.rank)
 
     def _post_send(self, x: torch.Tensor, to: int) -> dist.Work:
         assert self._group is not None, f"{self.name} has one rank"
@@ -126,13 +120,33 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def _join(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    return torch.cat(list(parts), dim)
+@torch.library.custom_op("longcat_pd::exchange", mutates_args=())
+def _exchange(parts: list[torch.Tensor], group: str, rank: int) -> torch.Tensor:
+    received = parts[rank].new_empty((len(parts), *parts[rank].shape))
+    received[rank] = parts[rank]
+    if not parts[rank].numel():
+        return received
+    ranks = dist.distributed_c10d._resolve_process_group(group)
+    others = [(rank + distance) % len(parts) for distance in range(1, len(parts))]
+    works = [ranks.send([_bytes(parts[to])], to, 0) for to in others]
+    works += [ranks.recv([_bytes(received[frm])], frm, 0) for frm in reversed(others)]
+    for work in works:
+        work.wait()
+    return received
 
 
-def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    wide = torch.promote_types(parts[0].dtype, torch.float32) if parts[0].is_floating_point() else parts[0].dtype
+@_exchange.register_fake
+def _(parts: list[torch.Tensor], group: str, rank: int) -> torch.Tensor:
+    return parts[rank].new_empty((len(parts), *parts[rank].shape))
+
+
+def _join(parts: torch.Tensor, dim: int) -> torch.Tensor:
+    return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
+
+
+def _sum(parts: torch.Tensor) -> torch.Tensor:
+    wide = torch.promote_types(parts.dtype, torch.float32) if parts.is_floating_point() else parts.dtype
     total = parts[0].to(wide, copy=True)
-    for part in parts[1:]:
+    for part in parts[1:].unbind():
         total += part
-    return total.to(parts[0].dtype)
+    return total.to(parts.dtype)

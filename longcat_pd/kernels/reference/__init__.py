@@ -22,6 +22,7 @@ def table() -> Ops:
         store=attention.store,
         index_scores=indexer.index_scores,
         select_positions=indexer.select_positions,
+        index_candidates=indexer.index_candidates,
         paged_attention=attention.paged_attention,
         sparse_attention=attention.sparse_attention,
         merge_partials=attention.merge_partials,

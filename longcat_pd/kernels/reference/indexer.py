@@ -31,3 +31,22 @@ def select_positions(scores: Tensor, positions: Tensor, *, low: int, high: Tenso
     picked = torch.topk((ascending << 32) - positions, budget, dim=-1, sorted=False).indices
     best = scores.gather(-1, picked)
     return best, positions.gather(-1, picked).masked_fill(best == -torch.inf, -1)
+
+
+def index_candidates(
+    index_q: Tensor,
+    weights: Tensor,
+    *,
+    cache: Tensor,
+    block_tables: Tensor,
+    block_starts: Tensor,
+    high: Tensor,
+    limits: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """See ``ops.IndexCandidates``."""
+    rows_each, (low, budget) = index_q.shape[1], limits
+    scores = index_scores(index_q, weights, cache=cache, block_tables=block_tables)
+    offsets = torch.arange(cache.shape[1], device=cache.device)
+    positions = (block_starts.unsqueeze(-1) + offsets).flatten(1).repeat_interleave(rows_each, 0)
+    best = select_positions(scores.flatten(0, 1), positions, low=low, high=high.flatten(), budget=budget)
+    return best[0].view(*high.shape, budget), best[1].view(*high.shape, budget)
