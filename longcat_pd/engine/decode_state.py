@@ -84,7 +84,7 @@ class DecodeState(nn.Module):
 
     def seat(self, slot: int, state: SlotState, final: Tensor | None) -> None:
         """A sequence decodes from now on. ``final`` [1, hidden]: the hidden state of the position before its newest token."""
-        numbers = state.held_by(self._shard.rank)
+        numbers = state.held_by(self._shard.rank)[: self.shape.num_columns]
         held = len(numbers)
         self.blocks[slot].zero_()
         self.starts[slot].fill_(NOWHERE)
@@ -122,7 +122,7 @@ class DecodeState(nn.Module):
         positions: Tensor,
         *,
         lengths: tuple[int, ...],
-        token_ids: Tensor,
+        token_ids: Tensor | None = None,
         is_real: Tensor | None = None,
         ngram_windows: Tensor | None = None,
         next_token_ids: Tensor | None = None,
@@ -135,7 +135,7 @@ class DecodeState(nn.Module):
         batch, width = positions.shape
         tables, starts = self.blocks[slots], self.starts[slots]
         return ForwardInputs(
-            token_ids=token_ids.flatten(),
+            token_ids=(next_token_ids if token_ids is None else token_ids).flatten(),
             positions=positions.clamp_max(self.capacity - 1).flatten(),  # a late window may lie beyond the reservation
             row_seqs=torch.arange(batch, device=slots.device).unsqueeze(1).expand(-1, width).flatten(),
             slot_mapping=self._places(tables, starts, positions, is_real).flatten(),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from longcat_pd.config.schema import RankSpec
 from longcat_pd.engine.plan import Admit, StepPlan
 from longcat_pd.engine.slots import Span
 from longcat_pd.kv_cache.storage import KVCache
-from longcat_pd.kv_transfer.messages import Push, TransferClosed
+from longcat_pd.kv_transfer.messages import DraftState, Push, TransferClosed
 from longcat_pd.kv_transfer.sides import ArrivalSide, LaneCounts, PushSide
 
 Lanes = tuple[PushSide | None, ArrivalSide | None]
@@ -18,6 +20,18 @@ MakeLanes = Callable[[RankSpec, KVCache, Callable[[TransferClosed], None]], Lane
 def no_lanes(_spec: RankSpec, _cache: KVCache, _on_closed: Callable[[TransferClosed], None]) -> Lanes:
     """A rank whose cache never leaves it."""
     return None, None
+
+
+def packed(final: torch.Tensor) -> DraftState:
+    """The hidden state [1, hidden] that the first drafts start from, for the wire."""
+    data = final.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return DraftState(hidden=data, dtype=str(final.dtype).removeprefix("torch."))
+
+
+def unpacked(state: DraftState, like: torch.Tensor) -> torch.Tensor:
+    """Inverse of ``packed``, on the device and in the data type of ``like``."""
+    sent_as = {"float32": torch.float32, "bfloat16": torch.bfloat16}[state.dtype]
+    return torch.frombuffer(bytearray(state.hidden), dtype=sent_as).view(1, -1).to(like.device, like.dtype)
 
 
 class Handover:

@@ -1,6 +1,6 @@
-"""From the spans of a plan to the batch as this rank sees it. Knows slots and the split of blocks, no models, no phases.
+"""From the spans of prompts to the batch as this rank sees it. Knows slots and the split of blocks, no models.
 
-A decode step and a prompt chunk are built alike. What differs between ranks is which rows a rank computes (under context
+Windows of decode steps are built on the device (``decode_state.py``). What differs between ranks is which rows a rank computes (under context
 parallelism those whose block it keeps, else all) and which blocks its attention can see (see ``CacheShard``).
 """
 
@@ -29,7 +29,7 @@ class _Tables:
 class InputsBuilder:
     """Fills ForwardInputs. ``ngram_order``: N of the over-embedding, 0 where this rank embeds without it.
 
-    ``has_draft``: this rank has the draft layer, which takes the rows of prompts and of draft steps.
+    ``has_draft``: this rank has the draft layer, which takes the rows of prompts too.
     """
 
     def __init__(
@@ -114,22 +114,21 @@ class InputsBuilder:
         return self._tensor(np.concatenate(windows))
 
     def _output_rows(self, spans: Sequence[Span], rows: Sequence[Int64s], offsets: Int64s) -> Int64s:
-        """The last ``num_outputs`` rows of each span; -1 where another rank computes one."""
-        wanted = [np.zeros(0, dtype=np.int64)]
-        for span, positions, offset in zip(spans, rows, offsets, strict=False):
-            rows_of = np.full(span.end - span.start, -1, dtype=np.int64)
-            rows_of[positions - span.start] = offset + np.arange(len(positions))
-            wanted.append(rows_of[len(rows_of) - span.num_outputs :])
-        return np.concatenate(wanted)
+        """The last row of each span that wants a token; -1 where another rank computes it."""
+        wanted = []
+        for span, positions, end in zip(spans, rows, offsets[1:], strict=True):
+            if span.wants_token:
+                is_here = len(positions) and positions[-1] == span.end - 1
+                wanted.append(end - 1 if is_here else -1)
+        return np.array(wanted, dtype=np.int64)
 
     def _next_token_ids(self, spans: Sequence[Span], rows: Sequence[Int64s]) -> torch.Tensor | None:
-        """The draft layer takes rows whose next tokens are settled, so none of a window."""
-        if not self._has_draft or any(span.num_drafts for span in spans):
+        """The token behind a prompt is not known yet: its row is written again before the first drafts."""
+        if not self._has_draft:
             return None
         found = []
         for span, positions in zip(spans, rows, strict=True):
-            num_known = span.state.num_tokens + span.state.num_drafts
-            found.append(np.where(positions + 1 < num_known, span.state.token_ids[positions + 1], 0))
+            found.append(np.where(positions + 1 < span.state.num_tokens, span.state.token_ids[positions + 1], 0))
         return self._tensor(np.concatenate(found))
 
     def _tensor(self, array: Int64s) -> torch.Tensor:

@@ -61,7 +61,7 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
     int8 = int8_modules(open_checkpoint(Path(instance.model.path)))
     context = ModelContext(
         config=config,
-        ops=kernels.load(instance.device, is_steady=bool(int8)),
+        ops=kernels.load(instance.device, exe_mode=instance.engine.exe_mode, is_steady=bool(int8)),
         mesh=mesh,
         cache=cache,
         layers=layers,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from longcat_pd.config.schema import RankSpec
-from longcat_pd.engine.handover import Handover
+from longcat_pd.engine.decoding import Decoder, slot_output
+from longcat_pd.engine.handover import Handover, packed, unpacked
 from longcat_pd.engine.inputs import InputsBuilder
-from longcat_pd.engine.plan import Admit, RankAccounts, RankReady, SlotOutput, StepOutput, StepPlan
+from longcat_pd.engine.plan import Admit, RankAccounts, RankReady, Segment, SlotOutput, StepOutput, StepPlan
 from longcat_pd.engine.rank_model import RankModel, load_rank_model
+from longcat_pd.engine.sampler import SamplingRows, sample
 from longcat_pd.engine.slots import SlotState, Span
-from longcat_pd.engine.speculative import DraftSource, ModelDrafts, settled, unpacked
+from longcat_pd.engine.speculative import MakeDrafts, ModelDrafts
 from longcat_pd.kv_transfer.sides import ArrivalSide, PushSide
 from longcat_pd.parallel.collectives import PendingSend
 from longcat_pd.parallel.mesh import Mesh
@@ -26,7 +29,7 @@ class ModelRunner:
         mesh: its place among the ranks of the instance.
         loaded: model and cache; read from ``spec``'s checkpoint when not given.
         push, arrival: the lanes of a hand-over (see ``Handover``).
-        drafts: where drafts come from, if not from the checkpoint's draft layer.
+        make_drafts: where drafts come from: the checkpoint's draft layer unless told.
     """
 
     def __init__(
@@ -37,7 +40,7 @@ class ModelRunner:
         loaded: RankModel | None = None,
         push: PushSide | None = None,
         arrival: ArrivalSide | None = None,
-        drafts: DraftSource | None = None,
+        make_drafts: MakeDrafts = ModelDrafts,
     ) -> None:
         self._spec = spec
         self._mesh = mesh
@@ -51,7 +54,9 @@ class ModelRunner:
             self._loaded.device,
             has_draft=self._loaded.has_draft,
         )
-        self._drafts = drafts or ModelDrafts(self._loaded.model, self._inputs)
+        # a rank that has some of the layers, or sees other ranks' rows, computes prompts only
+        can_decode = mesh.axis("pp").size == 1 and mesh.cache_shard.access != "gathered"
+        self._decoder = Decoder(spec, mesh, self._loaded, make_drafts) if can_decode else None
         self._slots: dict[int, SlotState] = {}
         self._blocks_live = 0
         self._last_step = 0
@@ -96,7 +101,7 @@ class ModelRunner:
         for admit in plan.admit:
             self._admit(admit)
         with torch.inference_mode():
-            outputs = self._compute([Span.of(s, self._slots[s.slot]) for s in plan.segments]) if plan.segments else ()
+            outputs = self._compute(plan.segments)
         return StepOutput(
             step_id=plan.step_id,
             rank=self._spec.rank,
@@ -114,9 +119,8 @@ class ModelRunner:
         assert admit.slot not in self._slots, f"slot {admit.slot} is taken"
         assert admit.group == self._mesh.coordinate("dp"), f"slot {admit.slot} is of group {admit.group}"
         state = SlotState(admit, self._mesh.cache_shard.num_ranks, self.cache.block_size)
-        if admit.draft_state is not None:
-            like = torch.empty(0, dtype=self._loaded.dtype, device=self._loaded.device)
-            state.undrafted = unpacked(admit.draft_state, like)
+        if admit.num_computed >= admit.prompt_len:
+            self._seat(state, unpacked(admit.draft_state, self._like()) if admit.draft_state else None)
         self._slots[admit.slot] = state
         self._blocks_live += self._num_held(state)
         self._handover.admit(admit)
@@ -129,10 +133,22 @@ class ModelRunner:
     def _num_held(self, state: SlotState) -> int:
         return len(state.held_by(self._mesh.cache_shard.rank))
 
-    def _compute(self, spans: Sequence[Span]) -> tuple[SlotOutput, ...]:
-        """One forward step of this stage; the last stage samples. Windows get their drafts first."""
-        for num_drafts in sorted({span.num_drafts for span in spans} - {0}):
-            self._drafts.propose([span.state for span in spans if span.num_drafts == num_drafts], num_drafts)
+    def _seat(self, state: SlotState, final: torch.Tensor | None) -> None:
+        """A sequence's prompt is computed here, or its cache has arrived."""
+        if self._decoder is not None and state.push is None:
+            self._decoder.seat(state, final)
+
+    def _compute(self, segments: Sequence[Segment]) -> tuple[SlotOutput, ...]:
+        """One step of this stage; the last stage samples. Of a decode segment the device knows where it starts."""
+        spans = [Span.of(s, self._slots[s.slot]) for s in segments if s.start >= 0]
+        windows = [self._slots[s.slot] for s in segments if s.start < 0]
+        outputs = self._prompts(spans) if spans else ()
+        if windows:
+            assert self._decoder is not None, "a decode segment at a rank that computes prompts only"
+            outputs += self._decoder.step(windows)
+        return outputs
+
+    def _prompts(self, spans: Sequence[Span]) -> tuple[SlotOutput, ...]:
         inputs = self._inputs.build(spans)
         pp = self._mesh.axis("pp")
         hidden = self._received(len(inputs.token_ids)) if pp.rank else None
@@ -142,12 +158,25 @@ class ModelRunner:
         if pp.rank < pp.size - 1:
             self._pass_on(hidden)
             return ()
-        wanting = [span for span in spans if span.wants_token]
-        if not wanting:
-            return ()
-        final = self._loaded.model.final(hidden, inputs.output_rows)
+        wanting = [span.state for span in spans if span.wants_token]
+        return self._first_tokens(self._loaded.model.final(hidden, inputs.output_rows), wanting) if wanting else ()
+
+    def _first_tokens(self, final: torch.Tensor, states: Sequence[SlotState]) -> tuple[SlotOutput, ...]:
+        """Draws the token behind each prompt, from the final hidden states [R, hidden] of their last positions."""
         logits = self._loaded.model.logits(final)
-        return settled(final, logits, wanting, ops=self._loaded.ops, has_draft=self._loaded.has_draft)
+        rules = SamplingRows.of([state.sampling for state in states], logits.device)
+        places = torch.tensor([state.num_tokens for state in states], device=logits.device)
+        outputs = []
+        for row, (state, token) in enumerate(zip(states, sample(logits, rules, places, self._loaded.ops).tolist(), strict=True)):
+            state.append(token)
+            self._seat(state, final[row : row + 1])
+            output = slot_output(state, [token], logits[row : row + 1])
+            has_heir = self._loaded.has_draft and state.push is not None
+            outputs.append(replace(output, draft_state=packed(final[row : row + 1])) if has_heir else output)
+        return tuple(outputs)
+
+    def _like(self) -> torch.Tensor:
+        return torch.empty(0, dtype=self._loaded.dtype, device=self._loaded.device)
 
     def _received(self, num_rows: int) -> torch.Tensor:
         pp = self._mesh.axis("pp")

@@ -59,7 +59,10 @@ def sealed(ops: Ops, *, is_steady: bool) -> Ops:
         gate_up_scale: Tensor | None = None,
         down_scale: Tensor | None = None,
     ) -> Tensor:
-        return _grouped_experts(x, expert_ids, weights, gate_up, down, gate_up_scale, down_scale)
+        return _grouped_experts(x, expert_ids, weights, gate_up, down, gate_up_scale, down_scale, is_steady)
+
+    def draw(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+        return _draw(logits, temperature, top_k, top_p, uniform)
 
     return replace(
         ops,
@@ -68,6 +71,8 @@ def sealed(ops: Ops, *, is_steady: bool) -> Ops:
         paged_attention=paged_attention,
         sparse_attention=sparse_attention,
         grouped_experts=grouped_experts,
+        keyed_uniform=_keyed_uniform,
+        draw=draw,
     )
 
 
@@ -193,8 +198,9 @@ def _grouped_experts(
     down: Tensor,
     gate_up_scale: Tensor | None,
     down_scale: Tensor | None,
+    is_steady: bool,
 ) -> Tensor:
-    return table().grouped_experts(
+    return _ops(is_steady).grouped_experts(
         x,
         expert_ids,
         weights=weights,
@@ -214,6 +220,7 @@ def _(
     down: Tensor,
     gate_up_scale: Tensor | None,
     down_scale: Tensor | None,
+    is_steady: bool,
 ) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.float32)
 
@@ -226,3 +233,24 @@ def _linear_int8(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 @_linear_int8.register_fake
 def _(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+@torch.library.custom_op("longcat_pd::draw", mutates_args=())
+def _draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    return table().draw(logits, temperature=temperature, top_k=top_k, top_p=top_p, uniform=uniform)
+
+
+@_draw.register_fake
+def _(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    return top_k.new_empty(logits.shape[:1])
+
+
+@torch.library.custom_op("longcat_pd::keyed_uniform", mutates_args=())
+def _keyed_uniform(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
+    """Sealed for another reason: every round uses its number twice, and a compiler that writes it out never ends."""
+    return table().keyed_uniform(seeds, choices, positions)
+
+
+@_keyed_uniform.register_fake
+def _(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
+    return seeds.new_empty(seeds.shape, dtype=torch.float64)

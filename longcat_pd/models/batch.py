@@ -40,5 +40,6 @@ class ForwardInputs:
     block_starts: torch.Tensor  # [B, M] int64
     table_stride: int
     gather_blocks: torch.Tensor | None  # [num_gather] int64 local block ids to contribute, padded with 0; GatheredKV only
-    output_rows: torch.Tensor  # [R] int64: rows of this rank whose logits are wanted
+    output_rows: torch.Tensor | None  # [R] int64: rows of this rank whose logits are wanted; None: all
     next_token_ids: torch.Tensor | None = None  # [T] int64, t_{i+1} (0: not known); where the draft layer takes these rows
+    is_whole: bool = False  # kv_lens is what tables have room for: operators find in the tables how much there is

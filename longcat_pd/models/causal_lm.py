@@ -50,10 +50,10 @@ class CausalLM(nn.Module):
                 on_layer(self._draft_number)
         return out
 
-    def final(self, hidden: Tensor, output_rows: Tensor) -> Tensor:
+    def final(self, hidden: Tensor, output_rows: Tensor | None) -> Tensor:
         """[R, hidden]: rows of ``forward``'s result behind the final norm, on all ranks of the stage. Last stage only.
 
-        A row number -1 belongs to another rank of the ``cp`` axis; all its ranks call with equally many rows.
+        None: all rows. A row number -1 belongs to another rank of the ``cp`` axis; all its ranks call with equally many rows.
         """
         assert self.head is not None, "only the last stage has a head"
         return self.head.final(hidden, output_rows)

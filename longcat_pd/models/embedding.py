@@ -42,7 +42,7 @@ class LmHead(nn.Module):
         self.norm = RmsNorm(context, "model.norm", width=config.hidden_size, eps=config.rms_norm_eps)
         self.head = Linear(context, config.hidden_size, Piece(name, config.vocab_size))
 
-    def final(self, hidden: Tensor, output_rows: Tensor) -> Tensor:
+    def final(self, hidden: Tensor, output_rows: Tensor | None) -> Tensor:
         """Rows of [T, hidden] (see ``rows``) behind the final norm: [R, hidden]."""
         normed: Tensor = self.norm(self.rows(hidden, output_rows))
         return normed
@@ -52,11 +52,13 @@ class LmHead(nn.Module):
         logits: Tensor = self.head(final)
         return logits.float()
 
-    def rows(self, hidden: Tensor, output_rows: Tensor) -> Tensor:
-        """[T, hidden] and [R] row numbers, -1 for rows of another rank -> [R, hidden] on all ranks.
+    def rows(self, hidden: Tensor, output_rows: Tensor | None) -> Tensor:
+        """[T, hidden] and [R] row numbers, -1 for rows of another rank -> [R, hidden] on all ranks. None: all rows.
 
         Each row is one rank's and zero on the others, so the sum is an exact exchange.
         """
+        if output_rows is None:
+            return hidden
         if self._group.size == 1:
             return hidden[output_rows]
         own = hidden.new_zeros((len(output_rows), hidden.shape[1]))

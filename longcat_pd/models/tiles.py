@@ -43,8 +43,12 @@ class Cost:
 def tiles(inputs: ForwardInputs, block_size: int, cost: Cost) -> Iterator[Tile]:
     """All rows of the batch in order; sequences without rows are left out.
 
-    Decode rows come in one tile, and so do prompts of equal length; a sequence that costs too much is cut between its rows.
+    Decode rows come in one tile (of a graph, whatever it costs), and so do prompts of equal length; a sequence that costs too much is cut between its rows.
     """
+    if inputs.is_whole:
+        tables = inputs.block_tables
+        yield Tile(slice(0, len(inputs.positions)), len(inputs.positions) // len(tables), tables, inputs.block_starts)
+        return
     seq = 0
     for rows_each, run in groupby(end - start for start, end in _bounds(inputs)):
         first, seq = seq, seq + len(list(run))

@@ -29,7 +29,7 @@ def rank_specs(
     engine = EngineConfig(
         block_size=BLOCK_SIZE,
         max_model_len=512,
-        max_num_seqs=8,
+        max_num_seqs=16,
         num_blocks=num_blocks,
         num_draft_tokens=num_drafts,
         step_timeout_s=timeout_s,

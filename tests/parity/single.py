@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,7 +89,9 @@ class SingleProcess:
             split_start=0,
             sampling=GREEDY,
         )
-        return SlotState(admit, 1, self.block_size)
+        state = SlotState(admit, 1, self.block_size)
+        state.token_ids = np.append(state.token_ids, np.zeros(room, dtype=np.int64))
+        return state
 
     def step(self, *work: tuple[SlotState, int]) -> list[Tensor]:
         """The next so many known tokens of each sequence in one packed step; their logits, [tokens, V] each."""

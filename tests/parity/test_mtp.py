@@ -14,15 +14,17 @@ import pytest
 import torch
 
 from longcat_pd.config.schema import ParallelConfig, RankSpec
+from longcat_pd.engine.decode_state import DecodeShape, DecodeState
 from longcat_pd.engine.plan import Admit, Segment, SlotOutput, SlotSampling, StepPlan
+from longcat_pd.engine.rank_model import load_rank_model
 from longcat_pd.engine.runner import ModelRunner
-from longcat_pd.engine.slots import SlotState
-from longcat_pd.engine.speculative import ModelDrafts
+from longcat_pd.engine.speculative import ModelDrafts, Seen
 from longcat_pd.errors import ConfigError
 from longcat_pd.kv_cache.block_pool import GroupPool
 from longcat_pd.parallel.layout import ParallelLayout
 from longcat_pd.parallel.mesh import Mesh
 from longcat_pd.wire import pack
+from tests.drafts import Listener, listening, scripted
 from tests.parity.conftest import MakeCheckpoint
 from tests.parity.gloo import BLOCK_SIZE, on_ranks, rank_specs
 from tests.parity.oracle import Oracle, read_checkpoint
@@ -145,16 +147,23 @@ def test_drafts_follow_the_formulas(
     state = single.admit(tokens[:-1], room=5)
     for start in range(0, length, 16):
         single.step((state, min(16, length - start)))
-    state.undrafted = single.final[-1:]
-    state.append(tokens[-1])
     recorder = Recorder(single)
     monkeypatch.setattr(single.model, "logits", recorder)
+    slots = DecodeState(
+        DecodeShape(num_slots=1, num_columns=20, block_size=8, num_drafts=3, ngram_order=5, hidden_size=96),
+        Mesh.single().cache_shard,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
     with torch.inference_mode():
-        ModelDrafts(single.model, single.inputs).propose([state], 3)
+        state.append(tokens[-1])
+        slots.seat(0, state, single.final[-1:])
+        newest = torch.tensor([length])
+        seen = Seen(torch.tensor([0]), newest, slots.recent[:1], (length + 4,))
+        drafts = ModelDrafts(single.model, slots)(seen)
     expected = Oracle(*read_checkpoint(tiny(variant))).draft_logits(tokens, 3)
     assert (torch.cat(recorder.rows) - expected).abs().max() < 1e-4
-    drafts = state.token_ids[state.num_tokens : state.num_tokens + state.num_drafts]
-    assert drafts.tolist() == expected.argmax(-1).tolist()
+    assert drafts[0].tolist() == expected.argmax(-1).tolist()
 
 
 # -- decoding with drafts
@@ -186,21 +195,13 @@ def test_ranks_draft_and_accept_like_one(tiny: MakeCheckpoint, kvp: int) -> None
 # -- scripted drafts
 
 
-class Script:
-    """Proposes what will be drawn, but for the places that a pattern names: round r is right for ``pattern[r]`` drafts."""
+def with_drafts(spec: RankSpec, num_drafts: int) -> RankSpec:
+    engine = replace(spec.instance.engine, num_draft_tokens=num_drafts)
+    return replace(spec, instance=replace(spec.instance, engine=engine))
 
-    def __init__(self, truth: Sequence[Answer], pattern: Sequence[int]) -> None:
-        self.truth, self.pattern = truth, pattern
-        self.rounds = [0] * len(truth)
 
-    def propose(self, states: Sequence[SlotState], num_drafts: int) -> None:
-        for state in states:
-            known = state.num_tokens - LENGTHS[state.slot]
-            right = self.pattern[self.rounds[state.slot] % len(self.pattern)]
-            self.rounds[state.slot] += 1
-            coming = (self.truth[state.slot].ids + [77] * num_drafts)[known : known + num_drafts]
-            for place, token in enumerate(coming):
-                state.draft(token if place < right else (token + 1) % 1000)
+def whole(truth: Sequence[Answer]) -> list[list[int]]:
+    return [prompt + answer.ids for prompt, answer in zip(prompts(), truth, strict=True)]
 
 
 @pytest.mark.parametrize("variant", ["2.0", "lite"])
@@ -209,72 +210,43 @@ def test_every_pattern_of_acceptance(tiny: MakeCheckpoint, variant: str, pattern
     """Rejected drafts leave nothing behind: neither in the cache nor in the n-gram windows."""
     parallel = ParallelConfig()
     truth = alone(tiny(variant), 0)
-    runner = ModelRunner(
-        rank_specs(tiny(variant), parallel, num_blocks=128)[0], Mesh.single(), drafts=Script(truth, pattern)
-    )
+    spec = rank_specs(tiny(variant), parallel, num_blocks=128, num_drafts=3)[0]
+    loaded = replace(load_rank_model(with_drafts(spec, 0), Mesh.single()), has_draft=False)
+    runner = ModelRunner(spec, Mesh.single(), loaded=loaded, make_drafts=scripted(whole(truth), pattern))
     found = generate(runner, 3, parallel)
     assert_same(found, truth, 1e-6)
     for answer in found:
         assert answer.runs[:-1] == [1 + pattern[i % len(pattern)] for i in range(len(answer.runs) - 1)]
 
 
-class Listener:
-    """Notes what a source proposes."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self.source = runner._drafts
-        self.proposed: list[list[int]] = []
-        runner._drafts = self
-
-    def propose(self, states: Sequence[SlotState], num_drafts: int) -> None:
-        self.source.propose(states, num_drafts)
-        for state in states:
-            self.proposed.append(state.token_ids[state.num_tokens : state.num_tokens + state.num_drafts].tolist())
-
-
-class Overruled(Listener):
-    """Lets the layer propose, notes it, and proposes by a script instead."""
-
-    def __init__(self, runner: ModelRunner, script: Script) -> None:
-        super().__init__(runner)
-        self.script = script
-        self.known: list[list[int]] = []
-
-    def propose(self, states: Sequence[SlotState], num_drafts: int) -> None:
-        for state in states:
-            self.known.append(state.token_ids[: state.num_tokens].tolist())
-        super().propose(states, num_drafts)
-        for state in states:
-            state.num_drafts = 0
-        self.script.propose(states, num_drafts)
-
-
 def test_drafts_follow_the_formulas_after_every_run(tiny: MakeCheckpoint) -> None:
     """What the layer has cached for drafts is replaced by what is certain, across the length where selection begins."""
     slot, path, parallel = LENGTHS.index(TOPK - 3), tiny("2.0"), ParallelConfig()
-    truth, oracle = alone(path, 0), Oracle(*read_checkpoint(path))
-    runner = ModelRunner(rank_specs(path, parallel, num_blocks=128, num_drafts=3)[0], Mesh.single())
-    heard = Overruled(runner, Script(truth, (3, 1, 0, 2)))
+    truth, oracle, heard = alone(path, 0), Oracle(*read_checkpoint(path)), list[Listener]()
+    make = listening(ModelDrafts, heard, scripted(whole(truth), (3, 1, 0, 2)))
+    runner = ModelRunner(rank_specs(path, parallel, num_blocks=128, num_drafts=3)[0], Mesh.single(), make_drafts=make)
     generate(runner, 3, parallel)
-    rounds = [(k, p) for k, p in zip(heard.known, heard.proposed, strict=True) if k[: TOPK - 3] == prompts()[slot]]
-    assert [len(known) - (TOPK - 3) for known, _ in rounds] == [1, 5, 7, 8, 11]
-    for known, proposed in rounds:
-        assert proposed == oracle.draft_logits(known, 3).argmax(-1).tolist(), len(known)
+    rounds = [(known, drafts) for place, known, drafts in heard[0].heard if place == slot]
+    assert [known - (TOPK - 3) for known, _ in rounds] == [1, 5, 7, 8, 11]
+    for known, drafts in rounds:
+        assert drafts == oracle.draft_logits(whole(truth)[slot][:known], 3).argmax(-1).tolist(), known
 
 
 # -- the hand-over of what drafts start from
 
 
-def windows_of(runner: ModelRunner, begin: int, there: Admit | None) -> tuple[list[list[int]], list[int]]:
+def windows_of(
+    runner: ModelRunner, heard: Listener, begin: int, there: Admit | None
+) -> tuple[list[list[int]], list[int]]:
     """The drafts of ten steps of slot 0, and how many tokens each brought; then the slot is free."""
-    heard, runs = Listener(runner), []
+    runs = []
     for step in range(10):
         admits = (there,) if there is not None and step == 0 else ()
         windows = (Segment(slot=0, start=-1, num_tokens=4, is_last=True),)
         plan = StepPlan(step_id=begin + step, phase="decode", admit=admits, segments=windows)
         runs.append(len(runner.execute(plan).slots[0].token_ids))
     runner.execute(StepPlan(step_id=begin + 10, phase="decode", retire=(0,)))
-    return heard.proposed, runs
+    return [drafts for _, _, drafts in heard.heard], runs
 
 
 def drafts_of(path: Path, ids: list[int], *, withheld: str | None, is_alone: bool) -> tuple[list[list[int]], list[int]]:
@@ -283,14 +255,17 @@ def drafts_of(path: Path, ids: list[int], *, withheld: str | None, is_alone: boo
     ``withheld``: what does not travel, state or cache, as a control.
     """
     spec = rank_specs(path, ParallelConfig(), num_blocks=128, num_drafts=3)[0]
-    source = ModelRunner(spec, Mesh.single(), push=FakeLanes([]))
+    heard = list[Listener]()
+    make = listening(ModelDrafts, heard)
+    source = ModelRunner(spec, Mesh.single(), push=FakeLanes([]), make_drafts=make)
     push = None if is_alone else PUSH
     here = admit(GroupPool(0, 1, 128), 0, ids, block_size=BLOCK_SIZE, room=50, push=push)
     whole = (Segment(slot=0, start=0, num_tokens=len(ids), is_last=True),)
     (first,) = source.execute(StepPlan(step_id=1, phase="prefill", admit=(here,), segments=whole)).slots
     if is_alone:
-        return windows_of(source, 2, None)
-    target, state = ModelRunner(spec, Mesh.single(), arrival=FakeLanes([])), first.draft_state
+        return windows_of(source, heard[0], 2, None)
+    target = ModelRunner(spec, Mesh.single(), arrival=FakeLanes([]), make_drafts=make)
+    state = first.draft_state
     assert state is not None
     if withheld == "state":
         state = replace(state, hidden=bytes(len(state.hidden)))
@@ -299,7 +274,7 @@ def drafts_of(path: Path, ids: list[int], *, withheld: str | None, is_alone: boo
         target.cache.tensor(entry.name).copy_(source.cache.tensor(entry.name) * (not is_lost))
     known = pack([*ids, *first.token_ids])
     there = replace(here, token_ids=known, num_computed=len(ids), push=None, arrival="t", draft_state=state)
-    return windows_of(target, 1, there)
+    return windows_of(target, heard[1], 1, there)
 
 
 @pytest.mark.parametrize("variant", ["2.0", "2.0+predictable", "chat"])

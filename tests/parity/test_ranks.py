@@ -114,11 +114,6 @@ def test_variants(tiny: MakeCheckpoint, variant: str, parallel: ParallelConfig) 
     check_equal(tiny(variant), parallel, 0 if parallel.pp_size > 1 else NUM_DECODED)
 
 
-def test_decode_under_context_parallelism(tiny: MakeCheckpoint) -> None:
-    """Falls out of one batch builder for both phases."""
-    check_equal(tiny("2.0"), ParallelConfig(cp_size=2), NUM_DECODED)
-
-
 def check_alone(path: Path) -> None:
     """Every sequence alone, its prompt in one piece, says what it says in the batch and in chunks."""
     together = single(path, NUM_DECODED)

@@ -62,8 +62,8 @@ class SumModel:
             sums.append(seen)
         return torch.tensor(sums)[:, None]
 
-    def final(self, hidden: torch.Tensor, output_rows: torch.Tensor) -> torch.Tensor:
-        return hidden[output_rows]
+    def final(self, hidden: torch.Tensor, output_rows: torch.Tensor | None) -> torch.Tensor:
+        return hidden if output_rows is None else hidden[output_rows]
 
     def logits(self, final: torch.Tensor) -> torch.Tensor:
         return torch.zeros(len(final), VOCAB).scatter(1, final.long() % VOCAB, 5.0)
@@ -146,7 +146,7 @@ def rank_spec() -> RankSpec:
         device="cpu",
         model=ModelSection(path=""),
         parallel=ParallelConfig(),
-        engine=EngineConfig(block_size=BLOCK, max_num_seqs=3, num_blocks=20),
+        engine=EngineConfig(block_size=BLOCK, max_num_seqs=3, num_blocks=20, max_model_len=24),
         transfer=TransferConfig(),
     )
     return RankSpec(

@@ -1,0 +1,81 @@
+"""The decoding sequences of one rank: seats them in the device state, runs the step, tells what stands.
+
+Knows slots, no plans and no requests. Which sequences step is the caller's word; where each of them is, the device's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from longcat_pd.config.schema import EngineConfig, RankSpec
+from longcat_pd.engine.decode_state import DecodeShape, DecodeState
+from longcat_pd.engine.decode_step import DecodeStep
+from longcat_pd.engine.graph import StepForms
+from longcat_pd.engine.plan import SlotOutput
+from longcat_pd.engine.rank_model import RankModel
+from longcat_pd.engine.sampler import Sampled, logprobs
+from longcat_pd.engine.slots import SlotState
+from longcat_pd.engine.speculative import MakeDrafts
+from longcat_pd.parallel.layout import CacheShard
+from longcat_pd.parallel.mesh import Mesh
+
+
+def decode_shape(engine: EngineConfig, shard: CacheShard, *, num_groups: int, loaded: RankModel) -> DecodeShape:
+    """Sizes of the state of one group's slots: tables that cover the longest reservation."""
+    longest = engine.max_model_len + engine.num_draft_tokens
+    num_blocks = -(-longest // engine.block_size)
+    return DecodeShape(
+        num_slots=engine.max_num_seqs // num_groups,
+        num_columns=-(-num_blocks // shard.num_ranks),
+        block_size=engine.block_size,
+        num_drafts=engine.num_draft_tokens,
+        ngram_order=loaded.ngram_order,
+        hidden_size=loaded.hidden_size,
+    )
+
+
+class Decoder:
+    """Decode steps on one rank that has all layers.
+
+    Args:
+        make_drafts: where drafts come from, if windows have any.
+    """
+
+    def __init__(self, spec: RankSpec, mesh: Mesh, loaded: RankModel, make_drafts: MakeDrafts) -> None:
+        engine = spec.instance.engine
+        shape = decode_shape(engine, mesh.cache_shard, num_groups=mesh.axis("dp").size, loaded=loaded)
+        self._num_drafts = shape.num_drafts
+        self._state = DecodeState(shape, mesh.cache_shard, dtype=loaded.dtype, device=loaded.device)
+        drafts = make_drafts(loaded.model, self._state) if shape.num_drafts else None
+        step = DecodeStep(loaded.model, self._state, ops=loaded.ops, drafts=drafts)
+        self.forms = StepForms(step, spec, mesh, model_digest=loaded.model_digest)
+
+    def seat(self, state: SlotState, final: torch.Tensor | None) -> None:
+        """A sequence decodes from now on (see ``DecodeState.seat``)."""
+        self._state.seat(state.slot, state, final if self._num_drafts else None)
+
+    def step(self, states: Sequence[SlotState]) -> tuple[SlotOutput, ...]:
+        """One step of these sequences, at least one; what stands of their windows."""
+        lengths = tuple(state.num_tokens + self._num_drafts for state in states)
+        drawn, counts, logits = self.forms.run([state.slot for state in states], lengths)
+        outputs = []
+        for row, (state, tokens, count) in enumerate(zip(states, drawn.tolist(), counts.tolist(), strict=True)):
+            state.num_tokens += count
+            outputs.append(slot_output(state, tokens[:count], logits[row, :count], num_drafts=self._num_drafts))
+        return tuple(outputs)
+
+
+def slot_output(state: SlotState, tokens: Sequence[int], logits: torch.Tensor, *, num_drafts: int = 0) -> SlotOutput:
+    """What is told of new tokens of one sequence; ``logits`` [tokens, V] are read where log-probs are asked for."""
+    num, found = state.sampling.num_logprobs, list[Sampled]()
+    if num is not None:
+        found = logprobs(logits, tokens, num)
+    return SlotOutput(
+        slot=state.slot,
+        token_ids=tuple(tokens),
+        logprobs=tuple(token.logprob for token in found if token.logprob is not None),
+        top=tuple(token.top for token in found),
+        num_drafts=num_drafts,
+    )
