@@ -34,7 +34,7 @@ RANGES: Mapping[type, Mapping[str, Range]] = {
         **dict.fromkeys(("pp_size", "cp_size", "dp_size", "kvp_size", "attn_tp_size", "layers_per_stage"), _COUNT),
     },
     EngineConfig: {
-        **dict.fromkeys(("block_size", "max_num_seqs", "max_num_batched_tokens", "max_queued_requests"), _COUNT),
+        **dict.fromkeys(("block_size", "buckets", "max_num_seqs", "max_num_batched_tokens", "max_queued_requests"), _COUNT),
         "max_model_len": Range(0),
         "num_draft_tokens": Range(0),
         "num_blocks": Range(0),
@@ -121,6 +121,7 @@ def check_shape(config: ClusterConfig, found: Findings) -> None:
     for role, pool in pools(config):
         _check_parallel(role, pool, found=found)
         _check_engine(role, pool, found=found)
+        _check_graphs(role, pool, found=found)
     _check_devices(config, found)
     _check_pair(config, found)
 
@@ -264,6 +265,20 @@ def _check_engine(role: Role, pool: PoolConfig, *, found: Findings) -> None:
         key = f"{path}.max_num_seqs"
         text = f"{key}={engine.max_num_seqs}: must be a multiple of {role}.parallel.dp_size={pool.parallel.dp_size}"
         found.cross([key, f"{role}.parallel.dp_size"], text)
+
+
+def _check_graphs(role: Role, pool: PoolConfig, *, found: Findings) -> None:
+    """Every batch must find a size that it fits in."""
+    engine, path = pool.engine, f"{role}.engine"
+    if engine.exe_mode == "eager":
+        return
+    if role == "prefill":
+        key = f"{path}.exe_mode"
+        found.cross([key], f"{key}={engine.exe_mode}: compiles decode steps; a prefill pool has none, leave it eager")
+    slots = engine.max_num_seqs // pool.parallel.dp_size
+    if engine.buckets and max(engine.buckets) != slots:
+        keys = [f"{path}.buckets", f"{path}.max_num_seqs"]
+        found.cross(keys, f"{keys[0]}={list(engine.buckets)}: the largest must be the {slots} slots of a group ({keys[1]})")
 
 
 def _check_devices(config: ClusterConfig, found: Findings) -> None:

@@ -31,6 +31,7 @@ from longcat_pd.config.schema import (
 )
 from longcat_pd.errors import ConfigError
 
+COMPILE_CACHE = Path("~/.cache/longcat_pd/compiled")
 CPU_CACHE_BYTES = 1 << 28  # cache of one CPU rank unless num_blocks says otherwise: ranks share the machine
 
 _PATH_KEYS = (
@@ -39,6 +40,7 @@ _PATH_KEYS = (
     ("load_balancer", "admin_key_file"),
     ("cluster_key_file",),
     ("log_dir",),
+    *((role, "engine", "compile_cache") for role in ("prefill", "decode", "standalone")),
 )
 
 
@@ -207,6 +209,10 @@ def _resolved_parallel(role: Role, parallel: ParallelConfig, *, model: ModelConf
 def _resolved_engine(pool: PoolConfig, config: ClusterConfig, *, model: ModelConfig) -> EngineConfig:
     """Blocks for ``max_num_seqs`` sequences of full length within CPU_CACHE_BYTES a rank, at least for one."""
     engine = dataclasses.replace(pool.engine, max_model_len=pool.engine.max_model_len or model.max_position_embeddings)
+    if engine.exe_mode != "eager":
+        sizes = engine.buckets or (1, engine.max_num_seqs // pool.parallel.dp_size)
+        folder = engine.compile_cache or str(COMPILE_CACHE.expanduser())
+        engine = dataclasses.replace(engine, buckets=tuple(sorted(set(sizes))), compile_cache=folder)
     if engine.num_blocks:
         return engine
     whole = blocks_needed(engine.max_model_len, engine, num_shards=num_shards(pool.parallel))

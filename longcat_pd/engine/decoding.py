@@ -50,7 +50,7 @@ class Decoder:
         self._state = DecodeState(shape, mesh.cache_shard, dtype=loaded.dtype, device=loaded.device)
         drafts = make_drafts(loaded.model, self._state) if shape.num_drafts else None
         step = DecodeStep(loaded.model, self._state, ops=loaded.ops, drafts=drafts)
-        self.forms = StepForms(step, spec, mesh, model_digest=loaded.model_digest)
+        self.forms = StepForms(step, spec, {"model": loaded.model_digest, "dtype": str(loaded.dtype)})
 
     def seat(self, state: SlotState, final: torch.Tensor | None) -> None:
         """A sequence decodes from now on (see ``DecodeState.seat``)."""

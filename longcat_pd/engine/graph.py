@@ -1,29 +1,67 @@
-"""How the decode step is executed: as it stands, or as one compiled graph for each number of rows.
+"""How the decode step is executed: as it stands, or as one compiled graph for each size of a batch.
 
-Owns the choice by ``exe_mode`` and the padding of a batch to a compiled shape. Knows the step as a function only.
+Owns the choice by ``exe_mode``, the padding of a batch to a compiled size, and the count of compilations. Knows the step as a
+function only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from longcat_pd.config.schema import RankSpec
+from longcat_pd.config.schema import EngineConfig, RankSpec
+from longcat_pd.engine.compile_cache import CacheEntry, code_digest
 from longcat_pd.engine.decode_step import DecodeStep
-from longcat_pd.parallel.mesh import Mesh
+from longcat_pd.log import logger
 
 Form = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+Compile = Callable[[DecodeStep, int, CacheEntry], tuple[Form, bool]]
+
+# exe_mode -> the module that has ``compiled``; imported when the mode is chosen
+COMPILERS: Mapping[str, str] = {"inductor": "longcat_pd.engine.inductor"}
 
 
 class StepForms:
-    """The step, ready to run for any number of sequences up to the slots."""
+    """The step for any number of sequences up to the slots: compiled before the first one, or as it stands.
 
-    def __init__(self, step: DecodeStep, spec: RankSpec, mesh: Mesh, *, model_digest: str) -> None:
+    Args:
+        facts: what the step depends on beside its configuration and its tensors.
+    """
+
+    def __init__(self, step: DecodeStep, spec: RankSpec, facts: Mapping[str, str]) -> None:
         self._step = step
+        self._padding = step.state.padding
         self._forms: dict[int, Form] = {}
+        self.num_compilations = 0
+        engine = spec.instance.engine
+        if engine.exe_mode in COMPILERS:
+            own = {"code": code_digest(), "layout": f"{spec.instance.parallel} rank {spec.rank}", "state": repr(step.state.shape)}
+            self._compile(engine, {**facts, **own}, name=f"{facts['model']}-rank{spec.rank}")
 
     def run(self, slots: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``DecodeStep.forward``."""
-        return self._step(torch.tensor(slots), lengths)
+        """See ``DecodeStep.forward``; ``lengths`` bound what a step that is not compiled looks at."""
+        if not self._forms:
+            return self._step(self._tensor(slots), lengths)
+        size = next(size for size in self._forms if size >= len(slots))
+        padded = [*slots, *[self._padding] * (size - len(slots))]
+        drawn, counts, logits = self._forms[size](self._tensor(padded))
+        return drawn[: len(slots)], counts[: len(slots)], logits[: len(slots)]
+
+    def _tensor(self, slots: Sequence[int]) -> Tensor:
+        return torch.tensor(slots, dtype=torch.int64, device=self._step.state.num_tokens.device)
+
+    def _compile(self, engine: EngineConfig, facts: Mapping[str, str], *, name: str) -> None:
+        compile_step: Compile = importlib.import_module(COMPILERS[engine.exe_mode]).compiled
+        for size in sorted(engine.buckets):
+            began = time.monotonic()
+            entry = CacheEntry(Path(engine.compile_cache), f"{name}-seqs{size}", {**facts, "num_seqs": str(size)})
+            self._forms[size], is_new = compile_step(self._step, size, entry)
+            self.num_compilations += is_new
+            seconds = round(time.monotonic() - began, 3)
+            logger().info("step_compiled", num_seqs=size, seconds=seconds, source="compiler" if is_new else "cache")
+

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 def ngram_ids(windows: Tensor, *, powers: Tensor, moduli: Tensor, eos: Tensor, ignored: Tensor) -> Tensor:
     """See ``ops.NgramIds``. Products stay below V * rows and their sum far below 2^63."""
     is_stop = windows < 0
     is_eos = (windows.unsqueeze(-1) == eos).any(-1)
-    is_eos[:, 0] = False  # an EOS belongs to the document that it closes
-    is_stop |= is_eos
+    is_stop |= functional.pad(is_eos[:, 1:], (1, 0))  # an EOS belongs to the document that it closes
     if ignored.numel():
         tokens = windows.unsqueeze(-1)
         is_stop |= ((tokens >= ignored[:, 0]) & (tokens < ignored[:, 1])).any(-1)

@@ -1,0 +1,119 @@
+"""exe_mode ``inductor``: the decode step as one graph of torch's own compiler, ahead of time, from the cache if it is there.
+
+The step is traced once as a function of all its tensors (weights, cache, state) and compiled for one number of sequences;
+nothing is guarded or compiled again afterwards. A graph from the cache is neither traced nor compiled. Imported when the mode
+is chosen, because the compiler takes a second and a hundred megabytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from longcat_pd.engine.compile_cache import CacheEntry
+from longcat_pd.errors import ConfigError
+
+_OPTIONS = {"compile_threads": 1}  # a pool of workers would outlive the compilation
+
+Place = tuple[dict[str, Tensor | None], str]
+Form = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def compiled(step: nn.Module, num_seqs: int, entry: CacheEntry) -> tuple[Form, bool]:
+    """``step(slots, ())`` for ``num_seqs`` slots as one graph, and whether it had to be compiled.
+
+    Raises:
+        ConfigError: there is no C++ compiler, or the cache's folder cannot be written.
+    """
+    places = list(_places(step))
+    tensors = [store[name] for store, name in places]
+    slots = torch.zeros(num_seqs, dtype=torch.int64)
+    entry = replace(entry, facts={**entry.facts, **_versions(), "tensors": _described(tensors)})
+    _make_folder(entry.folder)
+    with temporary_cache_dir(str(entry.folder / "kernels")):
+        is_new = not entry.is_fresh()
+        if is_new:
+            _compile(step, places, [*tensors, slots], entry)
+        graph = torch._inductor.CompiledArtifact.load(path=str(entry.artifact), format="binary")
+
+    def run(slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        drawn, count, logits = graph(*tensors, slots)
+        return drawn, count, logits
+
+    return run, is_new
+
+
+def _compile(step: nn.Module, places: list[Place], example: list[Tensor | None], entry: CacheEntry) -> None:
+    def flat(*tensors: Tensor) -> object:
+        with _placed(places, tensors[:-1]):
+            return step(tensors[-1], ())
+
+    with torch.no_grad():
+        graph = make_fx(flat, tracing_mode="fake")(*example)
+        constants = [node.target for node in graph.graph.nodes if node.op == "get_attr"]
+        assert not constants, f"tensors that are in no module: {constants}"
+        artifact = torch._inductor.standalone_compile(
+            graph, example, aot=True, donate_graph_module=True, options={"config_patches": _OPTIONS}
+        )
+    handle, made = tempfile.mkstemp(dir=entry.folder, prefix=f"{entry.name}.", suffix=".part")
+    os.close(handle)
+    artifact.save(path=made, format="binary")
+    entry.commit(Path(made))
+
+
+def _places(step: nn.Module) -> Iterator[Place]:
+    """Where the tensors of a module and its parts are kept, in a fixed order; a shared part once."""
+    for module in step.modules():
+        for store in (module._parameters, module._buffers):
+            yield from ((store, name) for name, tensor in store.items() if tensor is not None)
+
+
+@contextlib.contextmanager
+def _placed(places: list[Place], tensors: tuple[Tensor, ...]) -> Iterator[None]:
+    """These tensors in their places for a while."""
+    before = [store[name] for store, name in places]
+    try:
+        for (store, name), tensor in zip(places, tensors, strict=True):
+            store[name] = tensor
+        yield
+    finally:
+        for (store, name), old in zip(places, before, strict=True):
+            store[name] = old
+
+
+def _described(tensors: list[Tensor | None]) -> str:
+    return " ".join(f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)}{t.stride()}" for t in tensors if t is not None)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        (folder / "kernels").mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        text = f"engine.compile_cache={folder}: {error.strerror}"
+        raise ConfigError(text, param="engine.compile_cache") from error
+
+
+def _versions() -> dict[str, str]:
+    """What a graph depends on beside the product."""
+    try:
+        answer = subprocess.run(["g++", "-dumpfullversion"], capture_output=True, check=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError("engine.exe_mode=inductor: needs g++ on this machine", param="engine.exe_mode") from error
+    return {
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "compiler": answer.stdout.strip(),
+        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "options": repr(_OPTIONS),
+    }
