@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,8 +58,8 @@ class CacheEntry:
         record = {"facts": dict(self.facts), "sha256": _digest(made)}
         part = made.with_suffix(".record")
         part.write_text(json.dumps(record, indent=1))
-        os.replace(made, self.artifact)
-        os.replace(part, self.folder / f"{self.name}.json")
+        made.replace(self.artifact)
+        part.replace(self.folder / f"{self.name}.json")
 
     def _staleness(self, path: Path) -> str:
         try:

@@ -1,4 +1,4 @@
-"""What a rank keeps of its decoding sequences between steps: device buffers of fixed shape, one row for each slot.
+"""What a rank keeps of its decoding sequences between steps: device buffers of fixed shape, a row for each slot.
 
 The last row belongs to padding: rows of a batch that are nobody's read and write there, and their cache entries go to block
 0. Written by ``seat`` when a sequence takes its slot, and by the decode step itself; the host copies nothing in between.
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from longcat_pd.config.schema import EngineConfig
 from longcat_pd.engine.inputs import NOWHERE
 from longcat_pd.engine.sampler import SamplingRows
 from longcat_pd.engine.slots import SlotState
@@ -25,8 +26,8 @@ _NO_TOKEN = -1  # before the start of a sequence
 class DecodeShape:
     """Sizes of the state.
 
-    ``num_slots`` without the padding's; ``num_columns`` of the block tables; ``num_drafts`` of a window; ``ngram_order`` N of
-    the over-embedding or 0; ``hidden_size`` of the states that the draft layer starts from.
+    ``num_slots`` without the padding's; ``num_columns`` of the block tables; ``num_drafts`` of a window; ``ngram_order``:
+    N of the over-embedding, or 0; ``hidden_size`` of the states that the draft layer starts from.
     """
 
     num_slots: int
@@ -35,6 +36,21 @@ class DecodeShape:
     num_drafts: int
     ngram_order: int
     hidden_size: int
+
+    @classmethod
+    def of(
+        cls, engine: EngineConfig, shard: CacheShard, *, num_groups: int, ngram_order: int, hidden_size: int
+    ) -> DecodeShape:
+        """The slots of one group, with tables that cover the longest reservation."""
+        num_blocks = -(-(engine.max_model_len + engine.num_draft_tokens) // engine.block_size)
+        return cls(
+            num_slots=engine.max_num_seqs // num_groups,
+            num_columns=-(-num_blocks // shard.num_ranks),
+            block_size=engine.block_size,
+            num_drafts=engine.num_draft_tokens,
+            ngram_order=ngram_order,
+            hidden_size=hidden_size,
+        )
 
     @property
     def window(self) -> int:
@@ -83,7 +99,7 @@ class DecodeState(nn.Module):
         return self.shape.num_columns * self.shape.block_size * self._stride
 
     def seat(self, slot: int, state: SlotState, final: Tensor | None) -> None:
-        """A sequence decodes from now on. ``final`` [1, hidden]: the hidden state of the position before its newest token."""
+        """A sequence decodes from now on. ``final`` [1, hidden]: hidden state of the position before its newest token."""
         numbers = state.held_by(self._shard.rank)[: self.shape.num_columns]
         held = len(numbers)
         self.blocks[slot].zero_()
@@ -122,10 +138,9 @@ class DecodeState(nn.Module):
         positions: Tensor,
         *,
         lengths: tuple[int, ...],
-        token_ids: Tensor | None = None,
+        token_ids: Tensor,
         is_real: Tensor | None = None,
         ngram_windows: Tensor | None = None,
-        next_token_ids: Tensor | None = None,
     ) -> ForwardInputs:
         """A batch of rows that stand at ``positions`` [B, W]; what a row that is not ``is_real`` [B, W] writes is lost.
 
@@ -135,7 +150,7 @@ class DecodeState(nn.Module):
         batch, width = positions.shape
         tables, starts = self.blocks[slots], self.starts[slots]
         return ForwardInputs(
-            token_ids=(next_token_ids if token_ids is None else token_ids).flatten(),
+            token_ids=token_ids.flatten(),
             positions=positions.clamp_max(self.capacity - 1).flatten(),  # a late window may lie beyond the reservation
             row_seqs=torch.arange(batch, device=slots.device).unsqueeze(1).expand(-1, width).flatten(),
             slot_mapping=self._places(tables, starts, positions, is_real).flatten(),
@@ -147,7 +162,6 @@ class DecodeState(nn.Module):
             table_stride=self._stride,
             gather_blocks=None,
             output_rows=None,
-            next_token_ids=None if next_token_ids is None else next_token_ids.flatten(),
             is_whole=not lengths,
         )
 

@@ -1,6 +1,6 @@
 """The decode step: draft, verify, accept, write state. One function of device buffers of fixed shape.
 
-The host gives slot numbers and reads what was drawn; which drafts stood is decided here, so that the next step needs nobody.
+The host gives slot numbers and reads what was drawn; which drafts stand is decided here, so the next step needs nobody.
 Knows no plans and no requests.
 """
 
@@ -33,8 +33,8 @@ class DecodeStep(nn.Module):
     def forward(self, slots: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """``slots`` [B] -> what was drawn [B, W], how many of it stand [B], and the logits [B, W, V] behind it.
 
-        ``lengths``: see ``DecodeState.inputs``. What stands of a row are the drafts that were drawn and the first token that
-        is no draft; draws beyond it saw a token that is not there.
+        ``lengths``: see ``DecodeState.inputs``. What stands of a row are the drafts that were drawn and the first token
+        that is no draft; draws beyond it saw a token that is not there.
         """
         state, shape = self.state, self.state.shape
         newest, recent = state.num_tokens[slots] - 1, state.recent[slots]
@@ -64,4 +64,3 @@ class DecodeStep(nn.Module):
         put(state.num_tokens, slots, state.num_tokens[slots] + grown)
         put(state.final, slots, final.view(-1, shape.window, shape.hidden_size))
         put(state.num_final, slots, count)
-

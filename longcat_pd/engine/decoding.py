@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from longcat_pd.config.schema import EngineConfig, RankSpec
+from longcat_pd.config.schema import RankSpec
 from longcat_pd.engine.decode_state import DecodeShape, DecodeState
 from longcat_pd.engine.decode_step import DecodeStep
 from longcat_pd.engine.graph import StepForms
@@ -18,22 +18,7 @@ from longcat_pd.engine.rank_model import RankModel
 from longcat_pd.engine.sampler import Sampled, logprobs
 from longcat_pd.engine.slots import SlotState
 from longcat_pd.engine.speculative import MakeDrafts
-from longcat_pd.parallel.layout import CacheShard
 from longcat_pd.parallel.mesh import Mesh
-
-
-def decode_shape(engine: EngineConfig, shard: CacheShard, *, num_groups: int, loaded: RankModel) -> DecodeShape:
-    """Sizes of the state of one group's slots: tables that cover the longest reservation."""
-    longest = engine.max_model_len + engine.num_draft_tokens
-    num_blocks = -(-longest // engine.block_size)
-    return DecodeShape(
-        num_slots=engine.max_num_seqs // num_groups,
-        num_columns=-(-num_blocks // shard.num_ranks),
-        block_size=engine.block_size,
-        num_drafts=engine.num_draft_tokens,
-        ngram_order=loaded.ngram_order,
-        hidden_size=loaded.hidden_size,
-    )
 
 
 class Decoder:
@@ -44,8 +29,13 @@ class Decoder:
     """
 
     def __init__(self, spec: RankSpec, mesh: Mesh, loaded: RankModel, make_drafts: MakeDrafts) -> None:
-        engine = spec.instance.engine
-        shape = decode_shape(engine, mesh.cache_shard, num_groups=mesh.axis("dp").size, loaded=loaded)
+        shape = DecodeShape.of(
+            spec.instance.engine,
+            mesh.cache_shard,
+            num_groups=mesh.axis("dp").size,
+            ngram_order=loaded.ngram_order,
+            hidden_size=loaded.hidden_size,
+        )
         self._num_drafts = shape.num_drafts
         self._state = DecodeState(shape, mesh.cache_shard, dtype=loaded.dtype, device=loaded.device)
         drafts = make_drafts(loaded.model, self._state) if shape.num_drafts else None

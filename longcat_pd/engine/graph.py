@@ -1,7 +1,7 @@
 """How the decode step is executed: as it stands, or as one compiled graph for each size of a batch.
 
-Owns the choice by ``exe_mode``, the padding of a batch to a compiled size, and the count of compilations. Knows the step as a
-function only.
+Owns the choice by ``exe_mode``, the padding of a batch to a compiled size, and the count of compilations. Knows the step as
+a function only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from longcat_pd.engine.compile_cache import CacheEntry, code_digest
 from longcat_pd.engine.decode_step import DecodeStep
 from longcat_pd.log import logger
 
-Form = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+Found = tuple[Tensor, Tensor, Tensor]
+Form = Callable[[Tensor], Found]
 Compile = Callable[[DecodeStep, int, CacheEntry], tuple[Form, bool]]
 
 # exe_mode -> the module that has ``compiled``; imported when the mode is chosen
@@ -40,17 +41,22 @@ class StepForms:
         self.num_compilations = 0
         engine = spec.instance.engine
         if engine.exe_mode in COMPILERS:
-            own = {"code": code_digest(), "layout": f"{spec.instance.parallel} rank {spec.rank}", "state": repr(step.state.shape)}
+            own = {
+                "code": code_digest(),
+                "layout": f"{spec.instance.parallel} rank {spec.rank}",
+                "state": repr(step.state.shape),
+            }
             self._compile(engine, {**facts, **own}, name=f"{facts['model']}-rank{spec.rank}")
 
-    def run(self, slots: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, slots: Sequence[int], lengths: tuple[int, ...]) -> Found:
         """See ``DecodeStep.forward``; ``lengths`` bound what a step that is not compiled looks at."""
         if not self._forms:
-            return self._step(self._tensor(slots), lengths)
+            found: Found = self._step(self._tensor(slots), lengths)
+            return found
         size = next(size for size in self._forms if size >= len(slots))
         padded = [*slots, *[self._padding] * (size - len(slots))]
-        drawn, counts, logits = self._forms[size](self._tensor(padded))
-        return drawn[: len(slots)], counts[: len(slots)], logits[: len(slots)]
+        drawn, counts, logits = (found[: len(slots)] for found in self._forms[size](self._tensor(padded)))
+        return drawn, counts, logits
 
     def _tensor(self, slots: Sequence[int]) -> Tensor:
         return torch.tensor(slots, dtype=torch.int64, device=self._step.state.num_tokens.device)
@@ -64,4 +70,3 @@ class StepForms:
             self.num_compilations += is_new
             seconds = round(time.monotonic() - began, 3)
             logger().info("step_compiled", num_seqs=size, seconds=seconds, source="compiler" if is_new else "cache")
-

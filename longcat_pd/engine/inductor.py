@@ -1,8 +1,8 @@
-"""exe_mode ``inductor``: the decode step as one graph of torch's own compiler, ahead of time, from the cache if it is there.
+"""exe_mode ``inductor``: the decode step as one graph of torch's own compiler, ahead of time, or from the cache.
 
 The step is traced once as a function of all its tensors (weights, cache, state) and compiled for one number of sequences;
-nothing is guarded or compiled again afterwards. A graph from the cache is neither traced nor compiled. Imported when the mode
-is chosen, because the compiler takes a second and a hundred megabytes.
+nothing is guarded or compiled again afterwards. A graph from the cache is neither traced nor compiled. Imported when the
+mode is chosen, because the compiler takes seconds and a hundred megabytes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._inductor import standalone_compile
 from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
+from torch._inductor.standalone_compile import CompiledArtifact
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from longcat_pd.engine.compile_cache import CacheEntry
@@ -26,7 +29,7 @@ from longcat_pd.errors import ConfigError
 
 _OPTIONS = {"compile_threads": 1}  # a pool of workers would outlive the compilation
 
-Place = tuple[dict[str, Tensor | None], str]
+Place = tuple[dict[str, Any], str]
 Form = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -37,7 +40,7 @@ def compiled(step: nn.Module, num_seqs: int, entry: CacheEntry) -> tuple[Form, b
         ConfigError: there is no C++ compiler, or the cache's folder cannot be written.
     """
     places = list(_places(step))
-    tensors = [store[name] for store, name in places]
+    tensors: list[Tensor] = [store[name] for store, name in places]
     slots = torch.zeros(num_seqs, dtype=torch.int64)
     entry = replace(entry, facts={**entry.facts, **_versions(), "tensors": _described(tensors)})
     _make_folder(entry.folder)
@@ -45,7 +48,7 @@ def compiled(step: nn.Module, num_seqs: int, entry: CacheEntry) -> tuple[Form, b
         is_new = not entry.is_fresh()
         if is_new:
             _compile(step, places, [*tensors, slots], entry)
-        graph = torch._inductor.CompiledArtifact.load(path=str(entry.artifact), format="binary")
+        graph = CompiledArtifact.load(path=str(entry.artifact), format="binary")
 
     def run(slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         drawn, count, logits = graph(*tensors, slots)
@@ -54,7 +57,7 @@ def compiled(step: nn.Module, num_seqs: int, entry: CacheEntry) -> tuple[Form, b
     return run, is_new
 
 
-def _compile(step: nn.Module, places: list[Place], example: list[Tensor | None], entry: CacheEntry) -> None:
+def _compile(step: nn.Module, places: list[Place], example: list[Any], entry: CacheEntry) -> None:
     def flat(*tensors: Tensor) -> object:
         with _placed(places, tensors[:-1]):
             return step(tensors[-1], ())
@@ -63,7 +66,7 @@ def _compile(step: nn.Module, places: list[Place], example: list[Tensor | None],
         graph = make_fx(flat, tracing_mode="fake")(*example)
         constants = [node.target for node in graph.graph.nodes if node.op == "get_attr"]
         assert not constants, f"tensors that are in no module: {constants}"
-        artifact = torch._inductor.standalone_compile(
+        artifact = standalone_compile(
             graph, example, aot=True, donate_graph_module=True, options={"config_patches": _OPTIONS}
         )
     handle, made = tempfile.mkstemp(dir=entry.folder, prefix=f"{entry.name}.", suffix=".part")
@@ -92,8 +95,8 @@ def _placed(places: list[Place], tensors: tuple[Tensor, ...]) -> Iterator[None]:
             store[name] = old
 
 
-def _described(tensors: list[Tensor | None]) -> str:
-    return " ".join(f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)}{t.stride()}" for t in tensors if t is not None)
+def _described(tensors: list[Tensor]) -> str:
+    return " ".join(f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)}{t.stride()}" for t in tensors)
 
 
 def _make_folder(folder: Path) -> None:

@@ -1,7 +1,8 @@
 """From the spans of prompts to the batch as this rank sees it. Knows slots and the split of blocks, no models.
 
-Windows of decode steps are built on the device (``decode_state.py``). What differs between ranks is which rows a rank computes (under context
-parallelism those whose block it keeps, else all) and which blocks its attention can see (see ``CacheShard``).
+Windows of decode steps are built on the device (``decode_state.py``). What differs between ranks is which rows a rank
+computes (under context parallelism those whose block it keeps, else all) and which blocks its attention can see (see
+``CacheShard``).
 """
 
 from __future__ import annotations

@@ -10,14 +10,12 @@ import torch
 from longcat_pd.config.schema import RankSpec
 from longcat_pd.engine.decoding import Decoder, slot_output
 from longcat_pd.engine.handover import Handover, packed, unpacked
-from longcat_pd.engine.inputs import InputsBuilder
 from longcat_pd.engine.plan import Admit, RankAccounts, RankReady, Segment, SlotOutput, StepOutput, StepPlan
+from longcat_pd.engine.prompts import FirstToken, PromptStage
 from longcat_pd.engine.rank_model import RankModel, load_rank_model
-from longcat_pd.engine.sampler import SamplingRows, sample
 from longcat_pd.engine.slots import SlotState, Span
 from longcat_pd.engine.speculative import MakeDrafts, ModelDrafts
 from longcat_pd.kv_transfer.sides import ArrivalSide, PushSide
-from longcat_pd.parallel.collectives import PendingSend
 from longcat_pd.parallel.mesh import Mesh
 
 
@@ -47,20 +45,13 @@ class ModelRunner:
         self._loaded = loaded or load_rank_model(spec, mesh)
         self.cache = self._loaded.cache
         self._handover = Handover(push, arrival)
-        self._inputs = InputsBuilder(
-            mesh.cache_shard,
-            self.cache.block_size,
-            self._loaded.ngram_order,
-            self._loaded.device,
-            has_draft=self._loaded.has_draft,
-        )
+        self._prompts = PromptStage(self._loaded, mesh)
         # a rank that has some of the layers, or sees other ranks' rows, computes prompts only
         can_decode = mesh.axis("pp").size == 1 and mesh.cache_shard.access != "gathered"
         self._decoder = Decoder(spec, mesh, self._loaded, make_drafts) if can_decode else None
         self._slots: dict[int, SlotState] = {}
         self._blocks_live = 0
         self._last_step = 0
-        self._sending: PendingSend | None = None
 
     def ready(self) -> RankReady:
         """What the driver is told before the first plan."""
@@ -111,8 +102,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Lets the last message to the next stage leave, and ends the lanes."""
-        if self._sending is not None:
-            self._sending.wait()
+        self._prompts.close()
         self._handover.close()
 
     def _admit(self, admit: Admit) -> None:
@@ -120,7 +110,8 @@ class ModelRunner:
         assert admit.group == self._mesh.coordinate("dp"), f"slot {admit.slot} is of group {admit.group}"
         state = SlotState(admit, self._mesh.cache_shard.num_ranks, self.cache.block_size)
         if admit.num_computed >= admit.prompt_len:
-            self._seat(state, unpacked(admit.draft_state, self._like()) if admit.draft_state else None)
+            like = torch.empty(0, dtype=self._loaded.dtype, device=self._loaded.device)
+            self._seat(state, unpacked(admit.draft_state, like) if admit.draft_state else None)
         self._slots[admit.slot] = state
         self._blocks_live += self._num_held(state)
         self._handover.admit(admit)
@@ -133,58 +124,26 @@ class ModelRunner:
     def _num_held(self, state: SlotState) -> int:
         return len(state.held_by(self._mesh.cache_shard.rank))
 
-    def _seat(self, state: SlotState, final: torch.Tensor | None) -> None:
-        """A sequence's prompt is computed here, or its cache has arrived."""
-        if self._decoder is not None and state.push is None:
-            self._decoder.seat(state, final)
-
     def _compute(self, segments: Sequence[Segment]) -> tuple[SlotOutput, ...]:
-        """One step of this stage; the last stage samples. Of a decode segment the device knows where it starts."""
+        """One step. A prompt's segment says where it is; where a decoding sequence is, the device knows."""
         spans = [Span.of(s, self._slots[s.slot]) for s in segments if s.start >= 0]
         windows = [self._slots[s.slot] for s in segments if s.start < 0]
-        outputs = self._prompts(spans) if spans else ()
+        firsts = self._prompts.compute(spans, self._handover.layer_hook(spans)) if spans else []
+        outputs = tuple(self._started(first) for first in firsts)
         if windows:
             assert self._decoder is not None, "a decode segment at a rank that computes prompts only"
             outputs += self._decoder.step(windows)
         return outputs
 
-    def _prompts(self, spans: Sequence[Span]) -> tuple[SlotOutput, ...]:
-        inputs = self._inputs.build(spans)
-        pp = self._mesh.axis("pp")
-        hidden = self._received(len(inputs.token_ids)) if pp.rank else None
-        hidden = self._loaded.model.forward(inputs, hidden, self._handover.layer_hook(spans))
-        for span in spans:
-            span.state.num_computed = span.end
-        if pp.rank < pp.size - 1:
-            self._pass_on(hidden)
-            return ()
-        wanting = [span.state for span in spans if span.wants_token]
-        return self._first_tokens(self._loaded.model.final(hidden, inputs.output_rows), wanting) if wanting else ()
+    def _started(self, first: FirstToken) -> SlotOutput:
+        """A prompt is computed: its sequence decodes here, or where its cache goes."""
+        output = slot_output(first.state, [first.token_id], first.logits)
+        if first.state.push is None:
+            self._seat(first.state, first.final)
+        elif self._loaded.has_draft:
+            return replace(output, draft_state=packed(first.final))
+        return output
 
-    def _first_tokens(self, final: torch.Tensor, states: Sequence[SlotState]) -> tuple[SlotOutput, ...]:
-        """Draws the token behind each prompt, from the final hidden states [R, hidden] of their last positions."""
-        logits = self._loaded.model.logits(final)
-        rules = SamplingRows.of([state.sampling for state in states], logits.device)
-        places = torch.tensor([state.num_tokens for state in states], device=logits.device)
-        outputs = []
-        for row, (state, token) in enumerate(zip(states, sample(logits, rules, places, self._loaded.ops).tolist(), strict=True)):
-            state.append(token)
-            self._seat(state, final[row : row + 1])
-            output = slot_output(state, [token], logits[row : row + 1])
-            has_heir = self._loaded.has_draft and state.push is not None
-            outputs.append(replace(output, draft_state=packed(final[row : row + 1])) if has_heir else output)
-        return tuple(outputs)
-
-    def _like(self) -> torch.Tensor:
-        return torch.empty(0, dtype=self._loaded.dtype, device=self._loaded.device)
-
-    def _received(self, num_rows: int) -> torch.Tensor:
-        pp = self._mesh.axis("pp")
-        return pp.recv((num_rows, self._loaded.hidden_size), self._loaded.dtype, pp.rank - 1)
-
-    def _pass_on(self, hidden: torch.Tensor) -> None:
-        """Sends to the next stage while this one goes on with the next plan; one message at most is on its way."""
-        pp = self._mesh.axis("pp")
-        if self._sending is not None:
-            self._sending.wait()
-        self._sending = pp.start_send(hidden, pp.rank + 1)
+    def _seat(self, state: SlotState, final: torch.Tensor | None) -> None:
+        if self._decoder is not None:
+            self._decoder.seat(state, final)

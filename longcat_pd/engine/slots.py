@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from longcat_pd import wire
 from longcat_pd.engine.plan import Admit, Segment, SlotSampling
 from longcat_pd.kv_cache.layout import BlockSplit

@@ -7,13 +7,14 @@ state of slots, no ranks: all ranks of a group draft and draw alike, from equal 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from longcat_pd.engine.decode_state import DecodeState
+from longcat_pd.models.batch import ForwardInputs
 from longcat_pd.models.causal_lm import CausalLM
 
 
@@ -63,24 +64,25 @@ class ModelDrafts(nn.Module):
         hidden, chosen, tokens = final.gather(1, last).squeeze(1), None, [seen.recent[:, -1]]
         for number in range(state.shape.num_drafts):
             position = (seen.newest - 1 + number).unsqueeze(1)
-            inputs = state.inputs(seen.slots, position, lengths=seen.lengths, next_token_ids=tokens[-1])
+            inputs = _behind(state.inputs(seen.slots, position, lengths=seen.lengths, token_ids=tokens[-1]))
             hidden, chosen = self._model.draft_step(hidden, inputs, chosen)
             tokens.append(self._model.logits(hidden).argmax(-1))
         return torch.stack(tokens[1:], 1)
 
     def _catch_up(self, seen: Seen, final: Tensor, count: Tensor) -> None:
-        """All certain positions but the newest, which only have to be cached: row i stands ``count - i`` before ``newest``."""
+        """All certain positions but the newest, which only have to be cached: row i stands ``count - i`` before that."""
         state, shape = self._state, self._state.shape
         rows = torch.arange(shape.num_drafts, device=final.device)
         behind = (shape.history - count + rows).clamp(0, shape.history - 1)
-        inputs = state.inputs(
-            seen.slots,
-            (seen.newest.unsqueeze(1) - count + rows).clamp_min(0),
-            lengths=seen.lengths,
-            next_token_ids=seen.recent.gather(1, behind).clamp_min(0),
-            is_real=rows < count - 1,
-        )
-        self._model.write_drafts(final[:, : shape.num_drafts].flatten(0, 1), inputs)
+        positions = (seen.newest.unsqueeze(1) - count + rows).clamp_min(0)
+        tokens = seen.recent.gather(1, behind).clamp_min(0)
+        inputs = state.inputs(seen.slots, positions, lengths=seen.lengths, token_ids=tokens, is_real=rows < count - 1)
+        self._model.write_drafts(final[:, : shape.num_drafts].flatten(0, 1), _behind(inputs))
+
+
+def _behind(inputs: ForwardInputs) -> ForwardInputs:
+    """These ids are those of the tokens behind the rows, which the draft layer reads."""
+    return replace(inputs, next_token_ids=inputs.token_ids)
 
 
 def accepted(drawn: Tensor, drafts: Tensor) -> Tensor:

@@ -1,12 +1,15 @@
 """Operators that look at their data, sealed for a compiler: each is one node of a graph, and computes what eager mode does.
 
 A graph has one shape, which is that of the longest context; what is really there decides inside the node how much is read.
-Results are those of the reference table to the bit. On devices whose kernels take lengths as tensors nothing of this is needed.
+Results are those of the reference table to the bit. Devices whose kernels take lengths as tensors need nothing of this.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,66 +17,77 @@ from torch import Tensor
 from longcat_pd.kernels.ops import Ops
 from longcat_pd.kernels.reference import steady_table, table
 
-MAX_ELEMENTS = 1 << 20  # of what one call makes; as in eager mode
+MAX_ELEMENTS = 1 << 20  # of what one call makes: 4 MiB in fp32; more leaves the caches
+
+
+Pair = tuple[Tensor, Tensor]
+
+
+class _Keys(NamedTuple):
+    """The visible keys of a paged attention; operators take them as one list."""
+
+    latent: Tensor
+    rope: Tensor
+    block_tables: Tensor
 
 
 def sealed(ops: Ops, *, is_steady: bool) -> Ops:
     """``ops``, the reference table or its steady form, with the operators that look at their data sealed."""
-
-    def paged_attention(
-        q: Tensor,
-        positions: Tensor,
-        *,
-        latent: Tensor,
-        rope: Tensor,
-        block_tables: Tensor,
-        block_starts: Tensor,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        return _paged_attention(q, positions, latent, rope, block_tables, block_starts, scale, is_steady)
-
-    def sparse_attention(
-        q: Tensor, keys: Tensor, *, latent: Tensor, rope: Tensor, block_tables: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        return _sparse_attention(q, keys, latent, rope, block_tables, scale, is_steady)
-
-    def index_candidates(
-        index_q: Tensor,
-        weights: Tensor,
-        *,
-        cache: Tensor,
-        block_tables: Tensor,
-        block_starts: Tensor,
-        high: Tensor,
-        limits: tuple[int, int],
-    ) -> tuple[Tensor, Tensor]:
-        return _index_candidates(index_q, weights, cache, block_tables, block_starts, high, *limits)
-
-    def grouped_experts(
-        x: Tensor,
-        expert_ids: Tensor,
-        *,
-        weights: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        gate_up_scale: Tensor | None = None,
-        down_scale: Tensor | None = None,
-    ) -> Tensor:
-        return _grouped_experts(x, expert_ids, weights, gate_up, down, gate_up_scale, down_scale, is_steady)
-
-    def draw(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-        return _draw(logits, temperature, top_k, top_p, uniform)
-
     return replace(
         ops,
         linear_int8=_linear_int8,
-        index_candidates=index_candidates,
-        paged_attention=paged_attention,
-        sparse_attention=sparse_attention,
-        grouped_experts=grouped_experts,
+        index_candidates=_candidates,
+        paged_attention=partial(_paged, is_steady),
+        sparse_attention=partial(_sparse, is_steady),
+        grouped_experts=partial(_experts, is_steady),
         keyed_uniform=_keyed_uniform,
-        draw=draw,
+        draw=_drawn,
     )
+
+
+def _paged(is_steady: bool, q: Tensor, positions: Tensor, *, block_starts: Tensor, scale: float, **keys: Tensor) -> Pair:
+    found: Pair = _paged_attention(q, positions, [*_Keys(**keys)], block_starts, scale, is_steady)
+    return found
+
+
+def _sparse(is_steady: bool, q: Tensor, picked: Tensor, *, scale: float, **keys: Tensor) -> Pair:
+    found: Pair = _sparse_attention(q, picked, [*_Keys(**keys)], scale, is_steady)
+    return found
+
+
+def _candidates(
+    index_q: Tensor,
+    weights: Tensor,
+    *,
+    cache: Tensor,
+    block_tables: Tensor,
+    block_starts: Tensor,
+    high: Tensor,
+    limits: tuple[int, int],
+) -> Pair:
+    found: Pair = _index_candidates(index_q, weights, [cache, block_tables, block_starts], high, *limits)
+    return found
+
+
+def _experts(
+    is_steady: bool,
+    x: Tensor,
+    expert_ids: Tensor,
+    *,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    **scales: Tensor | None,
+) -> Tensor:
+    known = [scale for scale in (scales.get("gate_up_scale"), scales.get("down_scale")) if scale is not None]
+    assert len(known) in (0, 2), "both matrices of an expert are int8, or none"
+    out: Tensor = _grouped_experts(x, expert_ids, weights, [gate_up, down, *known], is_steady)
+    return out
+
+
+def _drawn(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    ids: Tensor = _draw(logits, temperature, top_k, top_p, uniform)
+    return ids
 
 
 def _ops(is_steady: bool) -> Ops:
@@ -86,142 +100,84 @@ def _num_columns(block_starts: Tensor, positions: Tensor) -> int:
     return max(int(is_seen.sum(-1).amax()), 1)
 
 
-def _sequences_at_once(elements_each: int, batch: int) -> int:
-    return min(max(MAX_ELEMENTS // max(elements_each, 1), 1), batch)
+def _calls(elements_each: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The sequences, tensor by tensor, as many at once as one call may take."""
+    at_once = max(MAX_ELEMENTS // max(elements_each, 1), 1)
+    return zip(*(torch.split(tensor, at_once) for tensor in tensors), strict=True)
 
 
 @torch.library.custom_op("longcat_pd::paged_attention", mutates_args=())
 def _paged_attention(
-    q: Tensor,
-    positions: Tensor,
-    latent: Tensor,
-    rope: Tensor,
-    block_tables: Tensor,
-    block_starts: Tensor,
-    scale: float,
-    is_steady: bool,
+    q: Tensor, positions: Tensor, keys: list[Tensor], block_starts: Tensor, scale: float, is_steady: bool
 ) -> tuple[Tensor, Tensor]:
-    attend, columns = _ops(is_steady).paged_attention, _num_columns(block_starts, positions)
-    tables, starts = block_tables[:, :columns], block_starts[:, :columns]
-    at_once = _sequences_at_once(columns * latent.shape[1] * (q.shape[1] * q.shape[2] + q.shape[3]), len(q))
-    parts = zip(*(x.split(at_once) for x in (q, positions, tables, starts)), strict=True)
-    found = [
-        attend(part, where, latent=latent, rope=rope, block_tables=table, block_starts=start, scale=scale)
-        for part, where, table, start in parts
-    ]
+    where, columns = _Keys(*keys), _num_columns(block_starts, positions)
+    elements = columns * where.latent.shape[1] * (q.shape[1] * q.shape[2] + q.shape[3])
+    each = (q, positions, where.block_tables[:, :columns], block_starts[:, :columns])
+    attend, found = _ops(is_steady).paged_attention, list[Pair]()
+    for part, at, tables, starts in _calls(elements, *each):
+        cut = where._replace(block_tables=tables)
+        found.append(attend(part, at, **cut._asdict(), block_starts=starts, scale=scale))
     return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
 
 
 @_paged_attention.register_fake
-def _(
-    q: Tensor,
-    positions: Tensor,
-    latent: Tensor,
-    rope: Tensor,
-    block_tables: Tensor,
-    block_starts: Tensor,
-    scale: float,
-    is_steady: bool,
-) -> tuple[Tensor, Tensor]:
-    return _results(q, latent, is_steady)
+def _(q: Tensor, positions: Tensor, keys: list[Tensor], block_starts: Tensor, scale: float, is_steady: bool) -> Pair:
+    return _results(q, keys, is_steady)
 
 
 @torch.library.custom_op("longcat_pd::sparse_attention", mutates_args=())
 def _sparse_attention(
-    q: Tensor, keys: Tensor, latent: Tensor, rope: Tensor, block_tables: Tensor, scale: float, is_steady: bool
+    q: Tensor, picked: Tensor, keys: list[Tensor], scale: float, is_steady: bool
 ) -> tuple[Tensor, Tensor]:
-    attend = _ops(is_steady).sparse_attention
-    at_once = _sequences_at_once(q.shape[1] * keys.shape[2] * (q.shape[2] + q.shape[3]), len(q))
-    parts = zip(*(x.split(at_once) for x in (q, keys, block_tables)), strict=True)
-    found = [
-        attend(part, picked, latent=latent, rope=rope, block_tables=table, scale=scale) for part, picked, table in parts
-    ]
+    where = _Keys(*keys)
+    elements = q.shape[1] * picked.shape[2] * (q.shape[2] + q.shape[3])
+    each = (q, picked, where.block_tables)
+    attend, found = _ops(is_steady).sparse_attention, list[Pair]()
+    for part, chosen, tables in _calls(elements, *each):
+        found.append(attend(part, chosen, **where._replace(block_tables=tables)._asdict(), scale=scale))
     return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
 
 
 @_sparse_attention.register_fake
-def _(
-    q: Tensor, keys: Tensor, latent: Tensor, rope: Tensor, block_tables: Tensor, scale: float, is_steady: bool
-) -> tuple[Tensor, Tensor]:
-    return _results(q, latent, is_steady)
+def _(q: Tensor, picked: Tensor, keys: list[Tensor], scale: float, is_steady: bool) -> Pair:
+    return _results(q, keys, is_steady)
 
 
-def _results(q: Tensor, latent: Tensor, is_steady: bool) -> tuple[Tensor, Tensor]:
-    sums = torch.float64 if is_steady else torch.float32
-    lead = q.shape[:3]
-    return q.new_empty((*lead, latent.shape[-1]), dtype=sums), q.new_empty(lead, dtype=sums)
+def _results(q: Tensor, keys: list[Tensor], is_steady: bool) -> tuple[Tensor, Tensor]:
+    sums, lead = torch.float64 if is_steady else torch.float32, q.shape[:3]
+    return q.new_empty((*lead, _Keys(*keys).latent.shape[-1]), dtype=sums), q.new_empty(lead, dtype=sums)
 
 
 @torch.library.custom_op("longcat_pd::index_candidates", mutates_args=())
 def _index_candidates(
-    index_q: Tensor,
-    weights: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    block_starts: Tensor,
-    high: Tensor,
-    low: int,
-    budget: int,
+    index_q: Tensor, weights: Tensor, keys: list[Tensor], high: Tensor, low: int, budget: int
 ) -> tuple[Tensor, Tensor]:
+    cache, block_tables, block_starts = keys
     find, columns = table().index_candidates, _num_columns(block_starts, high)
-    tables, starts = block_tables[:, :columns], block_starts[:, :columns]
-    at_once = _sequences_at_once(columns * cache.shape[1] * (index_q.shape[1] * index_q.shape[2] + cache.shape[2]), len(high))
-    parts = zip(*(x.split(at_once) for x in (index_q, weights, tables, starts, high)), strict=True)
+    elements = columns * cache.shape[1] * (index_q.shape[1] * index_q.shape[2] + cache.shape[2])
+    each = (index_q, weights, block_tables[:, :columns], block_starts[:, :columns], high)
     found = [
-        find(q, w, cache=cache, block_tables=table, block_starts=start, high=h, limits=(low, budget))
-        for q, w, table, start, h in parts
+        find(q, w, cache=cache, block_tables=tables, block_starts=starts, high=h, limits=(low, budget))
+        for q, w, tables, starts, h in _calls(elements, *each)
     ]
     return torch.cat([scores for scores, _ in found]), torch.cat([positions for _, positions in found])
 
 
 @_index_candidates.register_fake
-def _(
-    index_q: Tensor,
-    weights: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    block_starts: Tensor,
-    high: Tensor,
-    low: int,
-    budget: int,
-) -> tuple[Tensor, Tensor]:
+def _(index_q: Tensor, weights: Tensor, keys: list[Tensor], high: Tensor, low: int, budget: int) -> tuple[Tensor, Tensor]:
     shape = (*high.shape, budget)
-    return index_q.new_empty(shape, dtype=torch.float32), block_starts.new_empty(shape)
+    return index_q.new_empty(shape, dtype=torch.float32), high.new_empty(shape)
 
 
 @torch.library.custom_op("longcat_pd::grouped_experts", mutates_args=())
-def _grouped_experts(
-    x: Tensor,
-    expert_ids: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_scale: Tensor | None,
-    down_scale: Tensor | None,
-    is_steady: bool,
-) -> Tensor:
-    return _ops(is_steady).grouped_experts(
-        x,
-        expert_ids,
-        weights=weights,
-        gate_up=gate_up,
-        down=down,
-        gate_up_scale=gate_up_scale,
-        down_scale=down_scale,
-    )
+def _grouped_experts(x: Tensor, expert_ids: Tensor, weights: Tensor, matrices: list[Tensor], is_steady: bool) -> Tensor:
+    gate_up, down, *scales = matrices
+    names = dict(zip(("gate_up_scale", "down_scale"), scales, strict=False))
+    return _ops(is_steady).grouped_experts(x, expert_ids, weights=weights, gate_up=gate_up, down=down, **names)
 
 
 @_grouped_experts.register_fake
-def _(
-    x: Tensor,
-    expert_ids: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_scale: Tensor | None,
-    down_scale: Tensor | None,
-    is_steady: bool,
-) -> Tensor:
+def _(x: Tensor, expert_ids: Tensor, weights: Tensor, matrices: list[Tensor], is_steady: bool) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.float32)
 
 

@@ -53,7 +53,7 @@ class CausalLM(nn.Module):
     def final(self, hidden: Tensor, output_rows: Tensor | None) -> Tensor:
         """[R, hidden]: rows of ``forward``'s result behind the final norm, on all ranks of the stage. Last stage only.
 
-        None: all rows. A row number -1 belongs to another rank of the ``cp`` axis; all its ranks call with equally many rows.
+        None: all rows. A row number -1 belongs to another rank of the ``cp`` axis; all its ranks call with equally many.
         """
         assert self.head is not None, "only the last stage has a head"
         return self.head.final(hidden, output_rows)

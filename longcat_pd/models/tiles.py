@@ -43,7 +43,8 @@ class Cost:
 def tiles(inputs: ForwardInputs, block_size: int, cost: Cost) -> Iterator[Tile]:
     """All rows of the batch in order; sequences without rows are left out.
 
-    Decode rows come in one tile (of a graph, whatever it costs), and so do prompts of equal length; a sequence that costs too much is cut between its rows.
+    Decode rows come in one tile (of a graph, whatever it costs), and so do prompts of equal length; a sequence that costs
+    too much is cut between its rows.
     """
     if inputs.is_whole:
         tables = inputs.block_tables

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 # Above so many bytes an all_reduce moves each rank's part only (two exchanges) instead of all parts to all ranks (one).
 _GATHER_AND_SUM_BYTES = 65536
@@ -105,7 +106,8 @@ class AxisGroup:
     def _exchange(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Part j goes to rank j; returns what each rank sent here, [size, ...]. Parts are contiguous, equal in shape."""
         assert self._group is not None, f"{self.name} has one rank"
-        return _exchange(list(parts), self._group.group_name, self.rank)
+        received: torch.Tensor = _exchange(list(parts), self._group.group_name, self.rank)
+        return received
 
     def _post_send(self, x: torch.Tensor, to: int) -> dist.Work:
         assert self._group is not None, f"{self.name} has one rank"
@@ -126,7 +128,7 @@ def _exchange(parts: list[torch.Tensor], group: str, rank: int) -> torch.Tensor:
     received[rank] = parts[rank]
     if not parts[rank].numel():
         return received
-    ranks = dist.distributed_c10d._resolve_process_group(group)
+    ranks: dist.ProcessGroup = _resolve_process_group(group)  # type: ignore[arg-type]
     others = [(rank + distance) % len(parts) for distance in range(1, len(parts))]
     works = [ranks.send([_bytes(parts[to])], to, 0) for to in others]
     works += [ranks.recv([_bytes(received[frm])], frm, 0) for frm in reversed(others)]

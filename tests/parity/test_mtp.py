@@ -235,9 +235,7 @@ def test_drafts_follow_the_formulas_after_every_run(tiny: MakeCheckpoint) -> Non
 # -- the hand-over of what drafts start from
 
 
-def windows_of(
-    runner: ModelRunner, heard: Listener, begin: int, there: Admit | None
-) -> tuple[list[list[int]], list[int]]:
+def windows_of(runner: ModelRunner, heard: Listener, begin: int, there: Admit | None) -> tuple[list[list[int]], list[int]]:
     """The drafts of ten steps of slot 0, and how many tokens each brought; then the slot is free."""
     runs = []
     for step in range(10):

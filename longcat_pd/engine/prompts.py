@@ -1,0 +1,78 @@
+"""Prompts on one pipeline stage: rows in, hidden states to the next stage, the first token on the last one.
+
+Owns the messages between stages. Knows spans of slots, no plans and no lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from longcat_pd.engine.inputs import InputsBuilder
+from longcat_pd.engine.rank_model import RankModel
+from longcat_pd.engine.sampler import SamplingRows, sample
+from longcat_pd.engine.slots import SlotState, Span
+from longcat_pd.parallel.collectives import PendingSend
+from longcat_pd.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The token behind a prompt, the logits [1, V] that it was drawn from and the hidden state [1, hidden] behind these."""
+
+    state: SlotState
+    token_id: int
+    logits: torch.Tensor
+    final: torch.Tensor
+
+
+class PromptStage:
+    """One rank's part of the prompts of its instance."""
+
+    def __init__(self, loaded: RankModel, mesh: Mesh) -> None:
+        self._loaded = loaded
+        self._mesh = mesh
+        self._inputs = InputsBuilder(
+            mesh.cache_shard, loaded.cache.block_size, loaded.ngram_order, loaded.device, has_draft=loaded.has_draft
+        )
+        self._sending: PendingSend | None = None
+
+    def compute(self, spans: Sequence[Span], on_layer: Callable[[int], None] | None) -> list[FirstToken]:
+        """One step of these rows, at least one; the tokens behind prompts that end, on the last stage."""
+        inputs, pp = self._inputs.build(spans), self._mesh.axis("pp")
+        hidden = self._received(len(inputs.token_ids)) if pp.rank else None
+        hidden = self._loaded.model.forward(inputs, hidden, on_layer)
+        for span in spans:
+            span.state.num_computed = span.end
+        if pp.rank < pp.size - 1:
+            self._pass_on(hidden)
+            return []
+        wanting = [span.state for span in spans if span.wants_token]
+        return self._drawn(self._loaded.model.final(hidden, inputs.output_rows), wanting) if wanting else []
+
+    def close(self) -> None:
+        """Lets the last message to the next stage leave."""
+        if self._sending is not None:
+            self._sending.wait()
+
+    def _drawn(self, final: torch.Tensor, states: Sequence[SlotState]) -> list[FirstToken]:
+        logits = self._loaded.model.logits(final)
+        rules = SamplingRows.of([state.sampling for state in states], logits.device)
+        places = torch.tensor([state.num_tokens for state in states], device=logits.device)
+        tokens: list[int] = sample(logits, rules, places, self._loaded.ops).tolist()
+        for state, token in zip(states, tokens, strict=True):
+            state.append(token)
+        rows = zip(states, tokens, torch.split(logits, 1), torch.split(final, 1), strict=True)
+        return [FirstToken(state, token, row, hidden) for state, token, row, hidden in rows]
+
+    def _received(self, num_rows: int) -> torch.Tensor:
+        pp = self._mesh.axis("pp")
+        return pp.recv((num_rows, self._loaded.hidden_size), self._loaded.dtype, pp.rank - 1)
+
+    def _pass_on(self, hidden: torch.Tensor) -> None:
+        """Sends to the next stage while this one goes on with the next plan; one message at most is on its way."""
+        pp = self._mesh.axis("pp")
+        self.close()
+        self._sending = pp.start_send(hidden, pp.rank + 1)
