@@ -1,100 +1,137 @@
-"""engine/speculative.py and slots.py: which draws stand, what a slot knows afterwards, and what travels."""
+"""engine/speculative.py, decode_step.py and graph.py: which draws stand, what rows of a batch touch, and what travels."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from itertools import product
+from typing import Any, cast
 
 import pytest
 import torch
 
 from longcat_pd import kernels
+from longcat_pd.config.schema import EngineConfig
 from longcat_pd.engine.accounting import Acceptance
-from longcat_pd.engine.plan import Segment, SlotOutput
-from longcat_pd.engine.slots import SlotState, Span
-from longcat_pd.engine.speculative import settled, unpacked
+from longcat_pd.engine.decode_state import DecodeShape, DecodeState
+from longcat_pd.engine.decode_step import DecodeStep
+from longcat_pd.engine.handover import packed, unpacked
+from longcat_pd.engine.plan import SlotOutput
+from longcat_pd.engine.slots import SlotState
+from longcat_pd.engine.speculative import accepted
 from longcat_pd.kv_cache.block_pool import GroupPool
+from longcat_pd.kv_cache.spec import CacheEntry, CacheSpec
+from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.metrics import Metrics
-from tests.slots import GREEDY, admit
-from tests.unit.test_runner import PUSH
+from longcat_pd.parallel.layout import CacheShard
+from tests.drafts import Script
+from tests.slots import admit
+from tests.unit.test_runner import VOCAB, SumModel
 
 BLOCK = 4
-OPS = kernels.load("cpu")
-WINDOW = Segment(slot=0, start=-1, num_tokens=4, is_last=True)
 
 
-def state_of(ids: list[int], *, pushed: bool = False) -> SlotState:
-    record = admit(
-        GroupPool(0, 1, 16),
-        0,
-        ids,
-        block_size=BLOCK,
-        room=9,
-        num_computed=len(ids) - 1,
-        sampling=replace(GREEDY, num_logprobs=1),
-        push=PUSH if pushed else None,
+@pytest.mark.parametrize("num_drafts", [0, 1, 2, 3])
+def test_a_run_stands_up_to_the_first_wrong_draft(num_drafts: int) -> None:
+    patterns = list(product([True, False], repeat=num_drafts))
+    drawn = torch.tensor([[30 + i for i in range(num_drafts + 1)]] * len(patterns))
+    drafts = torch.tensor([[30 + i if ok else 9 for i, ok in enumerate(p)] for p in patterns]).view(
+        len(patterns), num_drafts
     )
-    return SlotState(record, 1, BLOCK)
+    expected = [1 + next((i for i, ok in enumerate(p) if not ok), num_drafts) for p in patterns]
+    assert accepted(drawn, drafts).tolist() == expected
 
 
-def logits_for(*ids: int) -> torch.Tensor:
-    return torch.nn.functional.one_hot(torch.tensor(ids), 50).float()
+def answer(prompt: list[int], num_tokens: int) -> list[int]:
+    ids = list(prompt)
+    while len(ids) < len(prompt) + num_tokens:
+        ids.append(sum(ids) % VOCAB)
+    return ids
 
 
-@pytest.mark.parametrize(
-    ("drafts", "stands"),
-    [([30, 31, 32], 4), ([30, 31, 9], 3), ([30, 9, 32], 2), ([9, 31, 32], 1), ([9, 9, 9], 1)],
-)
-def test_a_run_stands_up_to_the_first_wrong_draft(drafts: list[int], stands: int) -> None:
-    state = state_of([5, 6, 7])
-    span = Span.of(WINDOW, state)
-    for draft in drafts:
-        state.draft(draft)
-    state.num_computed = span.end
-    final = torch.arange(8.0).view(4, 2)
-    (out,) = settled(final, logits_for(30, 31, 32, 33), [span], ops=OPS, has_draft=True)
-    assert out.token_ids == (30, 31, 32, 33)[:stands] and out.num_drafts == 3
-    assert len(out.logprobs) == len(out.top) == stands and out.draft_state is None
-    assert state.token_ids[: state.num_tokens].tolist() == [5, 6, 7, *out.token_ids]
-    assert (state.num_computed, state.num_drafts) == (2 + stands, 0)
-    assert state.undrafted is not None and torch.equal(state.undrafted, final[:stands])
-    following = Span.of(WINDOW, state)
-    assert (following.start, following.end) == (2 + stands, 6 + stands)
+class Bench:
+    """A step over the model that adds up all it sees, with scripted drafts; three slots with the cache of their prompts."""
+
+    def __init__(self, pattern: tuple[int, ...], max_model_len: int = 40) -> None:
+        self.cache = KVCache(CacheSpec((CacheEntry("latent.0", 0, 1, torch.float32),)), 40, BLOCK, torch.device("cpu"))
+        engine = EngineConfig(block_size=BLOCK, max_num_seqs=3, max_model_len=max_model_len, num_draft_tokens=3)
+        shard = CacheShard("local", 1, 0)
+        shape = DecodeShape.of(engine, shard, num_groups=1, ngram_order=0, hidden_size=1)
+        self.state = DecodeState(shape, shard, dtype=torch.float32, device=torch.device("cpu"))
+        self.prompts = [[5, 6, 7], [9], [1, 2, 3, 4, 5, 6]]
+        drafts = Script(self.state, [answer(prompt, 60) for prompt in self.prompts], pattern)
+        model = cast(Any, SumModel(self.cache, []))
+        self.step = DecodeStep(model, self.state, ops=kernels.load("cpu"), drafts=drafts)
+        self.found = [answer(prompt, 1) for prompt in self.prompts]
+        pool = GroupPool(0, 1, 40)
+        for slot, ids in enumerate(self.found):
+            record = admit(pool, slot, ids, block_size=BLOCK, room=max_model_len - len(ids), num_computed=len(ids) - 1)
+            known = SlotState(record, 1, BLOCK)
+            for position, token in enumerate(ids[:-1]):
+                self.cache.tensor("latent.0")[known.blocks[position // BLOCK], position % BLOCK] = token
+            self.state.seat(slot, known, torch.zeros(1, 1))
+
+    def run(self, *slots: int) -> list[int]:
+        """One step of these slots; how many tokens stand of each."""
+        lengths = tuple(int(n) + 3 for n in self.state.num_tokens[list(slots)])
+        drawn, counts, _ = self.step(torch.tensor(slots), lengths)
+        for slot, tokens, count in zip(slots, drawn.tolist(), counts.tolist(), strict=True):
+            if slot < 3:
+                self.found[slot] += tokens[:count]
+        return cast(list[int], counts.tolist())
 
 
-def test_a_window_begins_with_the_newest_token_only() -> None:
-    state = state_of([5, 6, 7])
-    state.append(8)
-    with pytest.raises(AssertionError, match="last segment ends at 3"):
-        Span.of(WINDOW, state)
+@pytest.mark.parametrize("pattern", [(0,), (3,), (0, 3, 1, 2), (2, 2, 1)])
+def test_every_pattern_of_acceptance_gives_the_same_tokens(pattern: tuple[int, ...]) -> None:
+    bench = Bench(pattern)
+    for number in range(7):
+        assert bench.run(0, 1, 2) == [1 + pattern[number % len(pattern)]] * 3
+    for prompt, found in zip(bench.prompts, bench.found, strict=True):
+        assert found == answer(prompt, len(found) - len(prompt))
+
+
+def test_sequences_come_and_go_between_steps() -> None:
+    bench = Bench((2, 0))
+    for slots in ((0,), (2, 0), (1,), (0, 1, 2), (2,), (1, 0)):
+        bench.run(*slots)
+    for prompt, found in zip(bench.prompts, bench.found, strict=True):
+        assert found == answer(prompt, len(found) - len(prompt))
+
+
+def test_rows_of_nobody_touch_nothing_that_lives() -> None:
+    bench = Bench((3,))
+    padding = bench.state.padding
+    for _ in range(3):
+        states = {name: tensor.clone() for name, tensor in bench.state.named_buffers()}
+        cache = bench.cache.tensor("latent.0").clone()
+        bench.run(padding, padding)
+        for name, tensor in bench.state.named_buffers():
+            assert torch.equal(tensor[:padding], states[name][:padding]), name
+        assert torch.equal(bench.cache.tensor("latent.0")[1:], cache[1:])
+        assert bench.state.num_tokens[padding] == 2 and (bench.state.recent[padding] >= 0).all()
+    bench.run(0, padding, padding)
+    assert bench.found[0] == answer(bench.prompts[0], 5)
+
+
+def test_a_window_behind_the_end_of_everything_is_harmless() -> None:
+    """A sequence that has ended may step once more: nobody else's cache or state is touched, and nothing fails."""
+    bench = Bench((3,), max_model_len=24)
+    for _ in range(5):
+        bench.run(0)
+    assert int(bench.state.num_tokens[0]) == 24  # all positions of the model's length and its drafts are used up next
+    others = [block for slot in (1, 2) for block in bench.state.blocks[slot].tolist() if block]
+    cache = bench.cache.tensor("latent.0").clone()
+    for _ in range(3):
+        bench.run(0)
+    assert torch.equal(bench.cache.tensor("latent.0")[others], cache[others])
+    bench.run(1, 2)
+    for slot in (1, 2):
+        assert bench.found[slot] == answer(bench.prompts[slot], 5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_state_for_drafts_travels_exactly(dtype: torch.dtype) -> None:
-    state = state_of([5, 6, 7], pushed=True)
-    state.num_computed = 3
     final = torch.randn(1, 6).to(dtype)
-    (out,) = settled(final, logits_for(30), [Span(state, 0, 3, 1)], ops=OPS, has_draft=True)
-    assert out.draft_state is not None
-    found = unpacked(out.draft_state, torch.empty(0, dtype=dtype))
+    found = unpacked(packed(final), torch.empty(0, dtype=dtype))
     assert found.dtype == dtype and torch.equal(found, final)
-
-
-def test_a_window_behind_the_end_of_an_answer_stays_in_the_reservation() -> None:
-    """The driver made it before it knew of the end."""
-    state = state_of([5, 6, 7])
-    room = len(state.blocks) * BLOCK
-    assert room == 12
-    state.append(*range(10, 16))
-    state.num_computed = 8
-    assert (Span.of(WINDOW, state).end, Span.of(WINDOW, state).num_drafts) == (room, 3)
-    state.append(16, 17)
-    state.num_computed = 10
-    assert (Span.of(WINDOW, state).end, Span.of(WINDOW, state).num_drafts) == (room, 1)
-    state.append(18)
-    state.num_computed = 11
-    assert Span.of(WINDOW, state).num_drafts == 0
-    state.append(9)
-    assert state.token_ids[room] == 9
 
 
 def test_acceptance_is_a_mean_over_rows_and_counts_go_on() -> None:
