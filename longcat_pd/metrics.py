@@ -130,6 +130,7 @@ class EngineMetrics:
         self.sequences = declare.gauges("sequences", "Sequences in the scheduler", ("state",))
         self.blocks = declare.gauges("blocks", "Cache blocks, all shards together", ("state",))
         self.slots = declare.gauges("slots", "Decode slots", ("state",))
+        self.compilations = declare.gauge("compilations", "Graphs that the ranks compiled since they began")
         self.ranks = declare.gauges("ranks", "Rank processes", ("state",))
 
 

@@ -120,6 +120,7 @@ def set_gauges(loop: StepLoop, metrics: EngineMetrics) -> None:
     metrics.slots("free").set(figures.slots - figures.running)
     for state, count in figures.blocks.items():
         metrics.blocks(state).set(count)
+    metrics.compilations.set(sum(s.accounts.compilations for s in loop.executor.rank_states()))
     states = [s.state for s in loop.executor.rank_states()]
     for name in ("ok", "silent", "lost"):
         metrics.ranks(name).set(states.count(name))

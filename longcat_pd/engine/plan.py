@@ -120,6 +120,7 @@ class RankAccounts:
     slots_used: int = 0
     lanes_posted: int = 0
     lanes_unsent: int = 0
+    compilations: int = 0  # since the rank began; a step that serves adds none
 
     @property
     def blocks_free(self) -> int:

@@ -80,6 +80,7 @@ class ModelRunner:
             slots_used=len(self._slots),
             lanes_posted=lanes.posted,
             lanes_unsent=lanes.unsent,
+            compilations=self._decoder.forms.num_compilations if self._decoder is not None else 0,
         )
 
     def execute(self, plan: StepPlan) -> StepOutput:
