@@ -99,6 +99,7 @@ class RequestMetrics:
         self.requests_total = declare.counters("requests_total", "Generation requests by how they ended", ("outcome",))
         self.cancels_total = declare.counters("cancels_total", "Requests ended before their time", ("from",))
         self.prompt_tokens_total = declare.counter("prompt_tokens_total", "Tokens of prompts")
+        self.cached_tokens_total = declare.counter("cached_tokens_total", "Tokens of prompts that were not computed again")
         self.output_tokens_total = declare.counter("output_tokens_total", "Tokens of answers")
         self.queue_seconds = declare.histogram("queue_seconds", "Arrival to the first plan or the offer's grant")
         self.prefill_seconds = declare.histogram("prefill_seconds", "First prefill plan to the first token")
@@ -113,7 +114,7 @@ class EngineMetrics:
 
     ``step_seconds(phase)``, ``driver_step_seconds(phase)``: prefill, decode. The share of the driver's time that ranks feel
     is the sum of ``step_wait_seconds`` divided by that and the sum of ``step_compute_seconds``. States: ``sequences``
-    waiting, running; ``blocks`` free, reserved, live, quarantined; ``slots`` free, used; ``ranks`` ok, silent, lost.
+    waiting, running; ``blocks`` free, cached, reserved, live, quarantined; ``slots`` free, used; ``ranks`` ok, silent, lost.
     """
 
     def __init__(self, declare: _Declare) -> None:

@@ -90,8 +90,9 @@ class DecodeService:
         account = await self._engine.accounting(transfers=self._offers.num_open)
         return {"role": self.role, "instance": self.name, "incarnation": self._hello.incarnation, **account}
 
-    def restart_means(self) -> None:
-        """Of accepted drafts."""
+    def flush_cache(self) -> None:
+        """Prefixes, and the mean of accepted drafts."""
+        self._engine.prefixes.flush()
         self._engine.acceptance.restart()
 
     def info(self) -> dict[str, Any]:
@@ -124,6 +125,7 @@ class DecodeService:
             split_start=seq.split.start,
             source_split_start=source.start,
             generation=seq.generation,
+            first_block=seq.num_shared,
         )
 
     def _grant(self, seq: Sequence, transfer: IncomingTransfer) -> Grant:
@@ -134,6 +136,7 @@ class DecodeService:
             blocks=pack(seq.blocks),
             split_start=seq.split.start,
             generation=seq.generation,
+            first_block=seq.num_shared,
         )
 
     async def _arrived(self, seq: Sequence, transfer: IncomingTransfer) -> Commit:
@@ -147,4 +150,5 @@ class DecodeService:
         self._metrics.transfer_bytes_total.inc(sum(r.num_bytes for r in reports))
         commit = await transfer.committed(self._offers.limits.commit_s)
         self._engine.stamp(seq, Event.COMMITTED)
+        seq.request.life.num_cached_tokens = commit.num_cached_tokens
         return commit

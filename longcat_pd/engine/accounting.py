@@ -145,7 +145,8 @@ def report(
     outstanding = sum(driver.values())
     for state in states:
         accounts = fresh.get(state.rank, state.accounts)
-        ranks.append(_rank(accounts, is_silent=state.state != "ok"))
+        cached = min(expected[state.rank].cached, accounts.blocks_free)  # of a rank that did not answer: as far as it fits
+        ranks.append(_rank(accounts, cached=cached, is_silent=state.state != "ok"))
         outstanding += accounts.blocks_reserved + accounts.blocks_live + accounts.blocks_quarantined
         outstanding += accounts.slots_used + accounts.lanes_posted + accounts.lanes_unsent
         if state.rank in fresh:
@@ -160,14 +161,14 @@ def report(
     }
 
 
-def _rank(accounts: RankAccounts, *, is_silent: bool) -> dict[str, Any]:
+def _rank(accounts: RankAccounts, *, cached: int, is_silent: bool) -> dict[str, Any]:
     return {
         "rank": accounts.rank,
         "silent": is_silent,
         "blocks": {
             "total": accounts.blocks_total,
-            "free": accounts.blocks_free,
-            "cached": 0,
+            "free": accounts.blocks_free - cached,
+            "cached": cached,
             "reserved": accounts.blocks_reserved,
             "live": accounts.blocks_live,
             "quarantined": accounts.blocks_quarantined,

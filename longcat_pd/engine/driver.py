@@ -48,6 +48,7 @@ class Engine:
         self._queue_timeout_s = config.queue_timeout_s
         self._clock = clock
         self._scheduler = Scheduler(config, parallel, eos_token_ids=eos_token_ids, decode_plans=decode_plans)
+        self.prefixes = self._scheduler.room.prefixes
         self.acceptance = accounting.Acceptance(metrics.engine)
         self._loop = StepLoop(
             self._scheduler, executor=executor, clock=clock, metrics=metrics.engine, on_decoded=self.acceptance.add

@@ -45,6 +45,7 @@ class Handover:
     def __init__(self, push: PushSide | None, arrival: ArrivalSide | None) -> None:
         self._push = push
         self._arrival = arrival
+        self._pushed: dict[str, int] = {}  # by transfer: blocks that its chunks so far end with
 
     def apply(self, plan: StepPlan) -> None:
         """Drops, cancels and announces, before anything of the plan is admitted."""
@@ -61,6 +62,7 @@ class Handover:
         """A sequence with a grant has left its slot."""
         assert self._push is not None, "a push at a rank without lanes"
         self._push.retire(push.transfer_id)
+        del self._pushed[push.transfer_id]
 
     def admit(self, admit: Admit) -> None:
         """A sequence took a slot: with blocks that arrived, or with a grant for its own."""
@@ -69,18 +71,24 @@ class Handover:
             self._arrival.adopt(admit.arrival)
         if admit.push is not None:
             assert self._push is not None, "a push at a rank without lanes"
+            self._pushed[admit.push.transfer_id] = 0
             self._push.begin(admit.push, prompt_len=admit.prompt_len, blocks=admit.blocks, split_start=admit.split_start)
 
     def layer_hook(self, spans: Sequence[Span]) -> Callable[[int], None] | None:
-        """What to call when a layer of this step is computed; None when nobody waits for it."""
+        """What to call when a layer of this step is computed; None when nobody waits for it.
+
+        A first chunk takes along the blocks before it, which were there when the sequence came.
+        """
         side = self._push
-        granted = [(span, span.state.push) for span in spans if span.state.push is not None]
+        granted = [(span, span.state.push.transfer_id) for span in spans if span.state.push is not None]
         if side is None or not granted:
             return None
+        ready = [(transfer_id, self._pushed[transfer_id], span) for span, transfer_id in granted]
+        self._pushed.update({transfer_id: span.num_blocks for span, transfer_id in granted})
 
         def on_layer(layer: int) -> None:
-            for span, push in granted:
-                side.push_layer(push.transfer_id, layer, span.first_block, span.num_blocks, is_last_chunk=span.wants_token)
+            for transfer_id, first_block, span in ready:
+                side.push_layer(transfer_id, layer, first_block, span.num_blocks, is_last_chunk=span.wants_token)
 
         return on_layer
 
@@ -91,7 +99,7 @@ class Handover:
             posted=sum(side.posted for side in sides),
             unsent=sum(side.unsent for side in sides),
             reserved_blocks=sum(side.reserved_blocks for side in sides),
-            quarantined_blocks=sum(side.quarantined_blocks for side in sides),
+            quarantined=frozenset().union(*(side.quarantined for side in sides)),
         )
 
     def close(self) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
@@ -75,9 +76,14 @@ class Event(str, Enum):
 
 
 class Life:
-    """The life events of one request at one instance. Written by the engine; whoever tells of the request reads it."""
+    """The life of one request at one instance. Written by the engine; whoever tells of the request reads it.
+
+    ``num_cached_tokens``: leading tokens of its prompt that were not computed for it, at the instance that computed the
+    rest; None as long as that is not known.
+    """
 
     def __init__(self) -> None:
+        self.num_cached_tokens: int | None = None
         self._at: dict[Event, float] = {}
 
     def stamp(self, event: Event, now: float) -> None:
@@ -111,6 +117,11 @@ class Life:
             (Event.GRANTED, "transferring"),
         )
         return next((hop for event, hop in marks if event in self._at), "queued")
+
+
+def num_cached(lives: Iterable[Life]) -> int:
+    """Prompt tokens that nobody had to compute, of a prompt that several requests have in common."""
+    return min((life.num_cached_tokens for life in lives if life.num_cached_tokens is not None), default=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

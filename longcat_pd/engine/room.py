@@ -7,14 +7,14 @@ interrupted and a large sequence is not overtaken by small ones. Pure; used by t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from longcat_pd.config.schema import EngineConfig
+from longcat_pd.engine.prefixes import Prefixes
 from longcat_pd.engine.request import Request
 from longcat_pd.engine.sequence import Sequence, Stage
 from longcat_pd.errors import InvalidRequest, Overloaded
-from longcat_pd.kv_cache.block_pool import BlockState, GroupPool
+from longcat_pd.kv_cache.block_pool import BlockPool, BlockState, GroupPool
 from longcat_pd.kv_cache.block_table import BlockTable
 from longcat_pd.kv_cache.layout import BlockSplit
 from longcat_pd.kv_transfer.messages import TransferClosed
@@ -28,6 +28,7 @@ class RankFigures:
     reserved: int
     quarantined: int  # at most: lanes fall silent in their own time
     slots: int
+    cached: int  # the driver's own knowledge: to a rank these blocks are free
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class Room:
         self._config = config
         self._num_ranks = num_ranks
         self._pool = GroupPool(0, num_shards, config.num_blocks)
+        self.prefixes = Prefixes(self._pool, config)
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._waiting: deque[Sequence] = deque()
         self._held: dict[int, Sequence] = {}  # by slot
@@ -77,6 +79,7 @@ class Room:
             )
         if len(self._waiting) >= self._config.max_queued_requests:
             raise self.overloaded(f"{len(self._waiting)} requests are waiting already")
+        self.prefixes.name(seq)
         self._waiting.append(seq)
         return seq
 
@@ -93,7 +96,8 @@ class Room:
         admitted = []
         while self._waiting and self._free_slots:
             seq = self._waiting[0]
-            table = self._pool.allocate(seq.split, seq.num_blocks, BlockState.RESERVED)
+            keys = self.prefixes.shareable(seq)
+            table = self._pool.allocate(seq.split, seq.num_blocks, BlockState.RESERVED, keys)
             if table is None:
                 break
             self._waiting.popleft()
@@ -151,11 +155,22 @@ class Room:
 
     def by_rank(self) -> list[RankFigures]:
         """What each rank holds when all plans so far are executed."""
-        live = [s.table for s in self._held.values() if s.is_admitted]
-        reserved = [s.table for s in self._held.values() if s.is_announced and not s.is_admitted]
-        late = [p.table for p in self._pushes.values()]
+        live = [s.table for s in self._held.values() if s.table and s.is_admitted]
+        reserved = [s.table for s in self._held.values() if s.table and s.is_announced and not s.is_admitted]
+        late = [p.table for p in self._pushes.values() if p.table]
 
-        def count(tables: Iterable[BlockTable | None], rank: int) -> int:
-            return sum(len(t.shard(rank % len(self._pool.shards))) for t in tables if t is not None)
+        def held(tables: list[BlockTable], shard: int) -> set[int]:
+            return {block for table in tables for block in table.shard(shard)}
 
-        return [RankFigures(count(live, r), count(reserved, r), count(late, r), len(live)) for r in range(self._num_ranks)]
+        def figures(shard: int, pool: BlockPool) -> RankFigures:
+            in_use = held(live, shard)
+            return RankFigures(
+                live=len(in_use),
+                reserved=sum(len(table.unshared(shard)) for table in reserved),
+                quarantined=len(held(late, shard) - in_use),
+                slots=len(live),
+                cached=pool.count(BlockState.CACHED),
+            )
+
+        by_shard = [figures(shard, pool) for shard, pool in enumerate(self._pool.shards)]
+        return [by_shard[rank % len(by_shard)] for rank in range(self._num_ranks)]

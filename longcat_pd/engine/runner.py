@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -50,7 +51,7 @@ class ModelRunner:
         can_decode = mesh.axis("pp").size == 1 and mesh.cache_shard.access != "gathered"
         self._decoder = Decoder(spec, mesh, self._loaded, make_drafts) if can_decode else None
         self._slots: dict[int, SlotState] = {}
-        self._blocks_live = 0
+        self._live: Counter[int] = Counter()  # blocks of slots, by how many slots have them
         self._last_step = 0
 
     def ready(self) -> RankReady:
@@ -74,8 +75,8 @@ class ModelRunner:
             rank=self._spec.rank,
             blocks_total=self.cache.num_blocks - 1,
             blocks_reserved=lanes.reserved_blocks,
-            blocks_live=self._blocks_live,
-            blocks_quarantined=lanes.quarantined_blocks,
+            blocks_live=len(self._live),
+            blocks_quarantined=sum(block not in self._live for block in lanes.quarantined),
             slots_total=self._spec.instance.engine.max_num_seqs // self._mesh.axis("dp").size,
             slots_used=len(self._slots),
             lanes_posted=lanes.posted,
@@ -114,16 +115,20 @@ class ModelRunner:
             like = torch.empty(0, dtype=self._loaded.dtype, device=self._loaded.device)
             self._seat(state, unpacked(admit.draft_state, like) if admit.draft_state else None)
         self._slots[admit.slot] = state
-        self._blocks_live += self._num_held(state)
+        self._live.update(self._held(state))
         self._handover.admit(admit)
 
     def _retire(self, state: SlotState) -> None:
-        self._blocks_live -= self._num_held(state)
+        self._live.subtract(self._held(state))
+        for block in self._held(state):
+            if not self._live[block]:
+                del self._live[block]
         if state.push is not None:
             self._handover.retire(state.push)
 
-    def _num_held(self, state: SlotState) -> int:
-        return len(state.held_by(self._mesh.cache_shard.rank))
+    def _held(self, state: SlotState) -> list[int]:
+        held: list[int] = state.blocks[state.held_by(self._mesh.cache_shard.rank)].tolist()
+        return held
 
     def _compute(self, segments: Sequence[Segment]) -> tuple[SlotOutput, ...]:
         """One step. A prompt's segment says where it is; where a decoding sequence is, the device knows."""

@@ -96,6 +96,7 @@ class Scheduler:
         if seq.arrival:
             seq.draft_state = draft_state
         seq.num_scheduled = seq.num_computed = seq.num_prompt_tokens
+        self.room.prefixes.computed(seq)
         seq.take(first, self._eos_token_ids)
         if seq.finish:
             self.release(seq)
@@ -113,6 +114,7 @@ class Scheduler:
             return
         self._prefilling.pop(seq.slot, None)
         self._decoding.pop(seq.slot, None)
+        self.room.prefixes.ended(seq, stage)
         if seq.is_admitted:
             self._todo.retire.append(seq)
             if seq.push and self.room.has_open_push(seq):
@@ -183,6 +185,8 @@ class Scheduler:
         budget = self._config.max_num_batched_tokens
         segments = []
         for seq in self._prefilling.values():
+            if not seq.is_admitted and not self.room.prefixes.begin(seq):
+                continue
             start, end = seq.num_scheduled, min(seq.num_scheduled + budget, seq.num_prompt_tokens)
             is_last = end == seq.num_prompt_tokens
             if not is_last:
@@ -244,6 +248,7 @@ class Scheduler:
 
     def _prefilled(self, seq: Sequence, segment: Segment, now: float) -> None:
         seq.num_computed = segment.start + segment.num_tokens
+        self.room.prefixes.computed(seq)
         if segment.is_last:
             seq.stage = Stage.PREFILLED
             seq.stamp(Event.PREFILL_ENDED, now)

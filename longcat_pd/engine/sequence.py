@@ -30,8 +30,9 @@ class Sequence:
     """A request, its reservation and its progress.
 
     ``num_tokens``: positions that the reservation covers. ``num_scheduled``: leading prompt positions that stand in plans;
-    ``num_computed``: positions that the ranks have reported. ``is_admitted``, ``is_announced``: a plan has told the ranks
-    of this sequence, of its arrival. ``draft_state``: what the first drafts behind a hand-over start from.
+    ``num_computed``: positions whose cache is there, found or reported by the ranks. ``is_admitted``, ``is_announced``: a
+    plan has told the ranks of this sequence, of its arrival. ``draft_state``: what the first drafts behind a hand-over start
+    from. ``keys``: of its leading full blocks, of which others find the first ``num_findable`` (``prefixes.py``).
     """
 
     request: Request
@@ -50,6 +51,8 @@ class Sequence:
     arrival: Arrival | None = None
     is_announced: bool = False
     draft_state: DraftState | None = None
+    keys: list[bytes] = field(default_factory=list)
+    num_findable: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -70,6 +73,11 @@ class Sequence:
     def blocks(self) -> list[int]:
         """Local block ids by block number."""
         return list(self._held.blocks)
+
+    @property
+    def num_shared(self) -> int:
+        """Leading blocks that were found with their content."""
+        return self._held.num_shared
 
     @property
     def generation(self) -> int:

@@ -75,8 +75,3 @@ class Span:
     def num_blocks(self) -> int:
         """Blocks that hold the tokens before ``end``."""
         return self.state.split.num_blocks(self.end)
-
-    @property
-    def first_block(self) -> int:
-        """The block of ``start``."""
-        return self.start // self.state.split.block_size

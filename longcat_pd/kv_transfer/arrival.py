@@ -101,7 +101,7 @@ class ArrivalLanes:
         source = BlockSplit(arrival.source_cp_size, block_size, arrival.source_split_start)
         target = BlockSplit(self._kvp_size, block_size, arrival.split_start)
         first_rank, num_blocks = arrival.group * self._kvp_size, source.num_blocks(arrival.prompt_len)
-        plan = TransferPlan(arrival.source_layers, source, target, first_rank, num_blocks)
+        plan = TransferPlan(arrival.source_layers, source, target, first_rank, num_blocks, arrival.first_block)
         incoming = _Incoming(
             arrival=arrival,
             key=transfer_key(arrival.transfer_id, arrival.generation),
@@ -259,7 +259,8 @@ class ArrivalLanes:
         arrival = incoming.arrival
         if arrival.group != self.me.rank // self._kvp_size:
             return 0
-        return len(incoming.plan.target_split.blocks_of(self.me.rank % self._kvp_size, len(incoming.local_blocks)))
+        numbers = incoming.plan.target_split.blocks_of(self.me.rank % self._kvp_size, len(incoming.local_blocks))
+        return sum(number >= arrival.first_block for number in numbers)
 
     def _open_from(self, source: LaneEnd, key: int) -> _Incoming | None:
         incoming = self._by_key.get(key)
@@ -286,7 +287,7 @@ class ArrivalLanes:
         plan = incoming.plan
         for block in run.blocks:
             item = (layer, run.entry, block)
-            is_planned = 0 <= block < plan.num_blocks and 0 <= layer < plan.num_layers
+            is_planned = plan.first_block <= block < plan.num_blocks and 0 <= layer < plan.num_layers
             if not is_planned or plan.source_of(layer, block) != source or plan.target_of(block) != self.me.rank:
                 raise _Rejected(f"aborted: rank {source} sent layer {layer}, block {block}, which is not its own")
             if item in incoming.arrived:

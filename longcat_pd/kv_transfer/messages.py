@@ -62,7 +62,10 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grant:
-    """D has reserved: group, blocks by number (local ids on the rank that BlockSplit names), start of the split."""
+    """D has reserved: group, blocks by number (local ids on the rank that BlockSplit names), start of the split.
+
+    The contents of the blocks before ``first_block`` are there already; they are not to be sent.
+    """
 
     transfer_id: str
     incarnation: str
@@ -70,6 +73,7 @@ class Grant:
     blocks: bytes
     split_start: int
     generation: int
+    first_block: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,13 +95,17 @@ class DraftState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    """Prefill is done: the first token with its log-probs, and what drafts start from. The lanes may still be draining."""
+    """Prefill is done: the first token with its log-probs, and what drafts start from. The lanes may still be draining.
+
+    ``num_cached_tokens``: leading tokens of the prompt that P did not have to compute.
+    """
 
     transfer_id: str
     token_id: int
     logprob: float | None
     top: tuple[tuple[int, float], ...]
     draft_state: DraftState | None = None
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +128,8 @@ class Push:
     """Where a prefill rank sends the cache of a slot: the grant of the decode side.
 
     ``blocks[b]`` is the local id of the sequence's block number b on the decode rank that ``BlockSplit(kvp_size,
-    block_size, split_start)`` names; those ranks are ``first_rank + kvp_rank`` of instance ``peer``.
+    block_size, split_start)`` names; those ranks are ``first_rank + kvp_rank`` of instance ``peer``. Nothing before
+    ``first_block`` is sent.
     """
 
     transfer_id: str
@@ -133,11 +142,15 @@ class Push:
     blocks: bytes
     split_start: int = 0  # of the decode side's split
     generation: int
+    first_block: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """Announces a transfer to the decode ranks of a group before it is granted: these blocks are reserved for it."""
+    """Announces a transfer to the decode ranks of a group before it is granted: these blocks are reserved for it.
+
+    Those before ``first_block`` are not: other sequences may read them, and nothing comes for them.
+    """
 
     transfer_id: str
     group: int
@@ -150,6 +163,7 @@ class Arrival:
     split_start: int
     source_split_start: int = 0  # of BlockSplit(source_cp_size)
     generation: int
+    first_block: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

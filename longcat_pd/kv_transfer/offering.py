@@ -133,6 +133,7 @@ class _Peer:
             blocks=grant.blocks,
             split_start=grant.split_start,
             generation=grant.generation,
+            first_block=grant.first_block,
         )
 
 

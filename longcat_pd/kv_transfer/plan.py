@@ -44,6 +44,7 @@ class TransferPlan:
         target_split: blocks -> ranks of the decode group.
         first_rank: number of the group's first rank in the decode instance.
         num_blocks: blocks of the prompt.
+        first_block: the first that travels; the target has those before it.
     """
 
     source_layers: tuple[int, ...]
@@ -51,6 +52,7 @@ class TransferPlan:
     target_split: BlockSplit
     first_rank: int
     num_blocks: int
+    first_block: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -87,14 +89,14 @@ class TransferPlan:
         return tuple(stage * self.source_split.num_ranks + cp for stage in stages for cp in cp_ranks)
 
     def blocks_between(self, source: int, target: int, first_block: int, end_block: int) -> list[int]:
-        """Block numbers first_block ... end_block - 1 that go from ``source`` to ``target``, ascending."""
+        """Of the block numbers first_block ... end_block - 1 those that go from ``source`` to ``target``, ascending."""
         pair = (source % self.source_split.num_ranks, target - self.first_rank)
         blocks = self._pairs.get(pair, [])
         return blocks[bisect_left(blocks, first_block) : bisect_left(blocks, end_block)]
 
     def moves(self, layer: int, entries: Sequence[str], first_block: int, end_block: int) -> Iterator[Move]:
         """All moves of one chunk of one layer, whose cache entries are ``entries``."""
-        for block in range(first_block, min(end_block, self.num_blocks)):
+        for block in range(max(first_block, self.first_block), min(end_block, self.num_blocks)):
             source, target = self.source_of(layer, block), self.target_of(block)
             for entry in entries:
                 yield Move(source, target, entry, block)
@@ -103,6 +105,6 @@ class TransferPlan:
     def _pairs(self) -> dict[tuple[int, int], list[int]]:
         """(cp_rank, kvp_rank) -> their common blocks, ascending; pairs without any are absent."""
         pairs: dict[tuple[int, int], list[int]] = {}
-        for block in range(self.num_blocks):
+        for block in range(self.first_block, self.num_blocks):
             pairs.setdefault((self.source_split.rank_of(block), self.target_split.rank_of(block)), []).append(block)
         return pairs

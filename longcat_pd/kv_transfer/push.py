@@ -58,6 +58,11 @@ class _Transfer:
     is_retired: bool = False  # its sequence has left
     reason: str | None = None  # set: given up
 
+    def sent_from(self, cp_rank: int) -> list[int]:
+        """Local ids of the blocks that lanes read on this rank."""
+        numbers = self.plan.source_split.blocks_of(cp_rank, self.plan.num_blocks)
+        return [self.local_blocks[number] for number in numbers if number >= self.plan.first_block]
+
 
 @dataclass(frozen=True, slots=True)
 class _Item:
@@ -98,7 +103,9 @@ class PushLanes:
         target_split = BlockSplit(push.kvp_size, block_size, push.split_start)
         source_split = BlockSplit(self._shape.cp_size, block_size, split_start)
         num_blocks = source_split.num_blocks(prompt_len)
-        plan = TransferPlan(self._shape.layers_per_stage, source_split, target_split, push.first_rank, num_blocks)
+        plan = TransferPlan(
+            self._shape.layers_per_stage, source_split, target_split, push.first_rank, num_blocks, push.first_block
+        )
         with self.changed:
             assert push.transfer_id not in self._transfers, push.transfer_id
             lanes = {rank: self._lane(push, rank) for rank in plan.targets_of(self.me.rank)}
@@ -143,10 +150,9 @@ class PushLanes:
         """For the accounts."""
         with self.changed:
             unsent = sum(lane.num_unsent() for lane in self._lanes.values())
-            late = [t.plan for t in self._transfers.values() if t.is_retired]
+            late = [transfer for transfer in self._transfers.values() if transfer.is_retired]
             cp_rank = self.me.rank % self._shape.cp_size
-            held = sum(len(plan.source_split.blocks_of(cp_rank, plan.num_blocks)) for plan in late)
-            return LaneCounts(unsent=unsent, quarantined_blocks=held)
+            return LaneCounts(unsent=unsent, quarantined=frozenset(b for t in late for b in t.sent_from(cp_rank)))
 
     def close(self) -> None:
         """End all lanes; what is open is given up."""

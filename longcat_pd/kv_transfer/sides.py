@@ -36,14 +36,14 @@ class LaneOptions:
 class LaneCounts:
     """For the accounts.
 
-    Receives waiting for bytes, sends not yet handed to the wire, blocks of arrivals that no sequence has adopted, and
-    blocks of sequences that have left their slot while a lane may still read them.
+    Receives waiting for bytes, sends not yet handed to the wire, blocks of arrivals that no sequence has adopted (without
+    those that they share), and which blocks of sequences that have left their slot a lane may still read.
     """
 
     posted: int = 0
     unsent: int = 0
     reserved_blocks: int = 0
-    quarantined_blocks: int = 0
+    quarantined: frozenset[int] = frozenset()
 
 
 class PushSide(Protocol):
@@ -56,8 +56,9 @@ class PushSide(Protocol):
     def push_layer(self, transfer_id: str, layer: int, first_block: int, end_block: int, *, is_last_chunk: bool) -> None:
         """Layer ``layer`` (number in the model) of block numbers first_block ... end_block - 1 is written and final.
 
-        Called once for each layer of this stage and chunk, in order, right after the layer was computed. The last layer of
-        this stage with ``is_last_chunk`` ends the transfer.
+        With the first chunk also those that were there before it; what the decode side has already is not sent. Called once
+        for each layer of this stage and chunk, in order, right after the layer was computed. The last layer of this stage
+        with ``is_last_chunk`` ends the transfer.
         """
         ...
 

@@ -104,6 +104,7 @@ def _client_posts(face: Face) -> dict[str, Endpoint]:
 
     async def flush_cache(request: Request) -> Response:
         face.check_client(request)
+        await face.overview.flush_cache()
         return json_response({"success": True})
 
     return {

@@ -1,6 +1,6 @@
 """What the balancer tells of the whole cluster: readiness, information, accounts, and the end-to-end proof.
 
-Owns the shapes of those answers. Asks the instances and changes nothing.
+Owns the shapes of those answers. Asks the instances, and changes nothing but their caches of prefixes.
 """
 
 from __future__ import annotations
@@ -132,14 +132,21 @@ class Overview:
             "unreachable": unreachable,
         }
 
-    async def _ask_all(self, path: str) -> dict[Instance, dict[str, Any] | None]:
+    async def flush_cache(self) -> None:
+        """Let every instance forget its prefixes. Raises WorkerUnavailable where one did not."""
+        told = await self._ask_all("/flush_cache", body=b"")
+        missing = [instance.name for instance, answer in told.items() if answer is None]
+        if missing:
+            raise WorkerUnavailable(f"no answer from {', '.join(missing)}: its cache may not be empty")
+
+    async def _ask_all(self, path: str, *, body: bytes | None = None) -> dict[Instance, dict[str, Any] | None]:
         instances = list(self._means.pool.instances.values())
-        answers = await asyncio.gather(*(self._ask(instance, path) for instance in instances))
+        answers = await asyncio.gather(*(self._ask(instance, path, body) for instance in instances))
         return dict(zip(instances, answers, strict=True))
 
-    async def _ask(self, instance: Instance, path: str) -> dict[str, Any] | None:
+    async def _ask(self, instance: Instance, path: str, body: bytes | None) -> dict[str, Any] | None:
         """The answer of one instance, or None where there is no good one in time."""
-        fetch = self._means.workers.fetch(instance.target.url + path)
+        fetch = self._means.workers.fetch(instance.target.url + path, body=body)
         try:
             reply = await self._means.clock.within(ANSWER_S, fetch)
             return reply.json_object() if reply.status == 200 else None

@@ -79,8 +79,9 @@ class PrefillService:
         account = await self._engine.accounting(transfers=self._offering.num_open)
         return {"role": self.role, "instance": self.name, "incarnation": self._hello.incarnation, **account}
 
-    def restart_means(self) -> None:
-        """Of accepted drafts."""
+    def flush_cache(self) -> None:
+        """Prefixes, and the mean of accepted drafts."""
+        self._engine.prefixes.flush()
         self._engine.acceptance.restart()
 
     def info(self) -> dict[str, Any]:
@@ -146,4 +147,5 @@ def _commit(transfer_id: str, first: TokenOutput, seq: Sequence) -> Commit:
         logprob=first.logprob,
         top=first.top,
         draft_state=seq.draft_state,
+        num_cached_tokens=seq.request.life.num_cached_tokens or 0,
     )

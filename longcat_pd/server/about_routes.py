@@ -39,11 +39,11 @@ def about_table(service: Service, gate: Gate, defaults: SamplingDefaults, metric
     about = About(service, gate, defaults)
     metrics.refresh_with(lambda: about.refresh(metrics))
     opens, gets = _open_routes(about, metrics), _information_routes(about)
-    posts: Routes = {}
     if service.role == "standalone":
         gets |= _model_routes(about)
-        posts |= _flush_routes(service)
-    return RouteTable(open_gets=opens, gets=gets, posts=posts, admin_posts=_admin_routes(service.name, gate))
+    return RouteTable(
+        open_gets=opens, gets=gets, posts=_flush_routes(service), admin_posts=_admin_routes(service.name, gate)
+    )
 
 
 def _open_routes(about: About, metrics: Metrics) -> Routes:
@@ -89,8 +89,7 @@ def _model_routes(about: About) -> Routes:
 
 def _flush_routes(service: Service) -> Routes:
     async def flush_cache(_: Request) -> Response:
-        """There is no cache of prefixes yet: nothing to empty is a success."""
-        service.restart_means()
+        service.flush_cache()
         return json_response({"success": True})
 
     return {"/flush_cache": flush_cache}

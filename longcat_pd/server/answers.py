@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from longcat_pd.engine.request import Life, Request, num_cached
 from longcat_pd.kv_transfer.hello import fingerprint
 from longcat_pd.kv_transfer.messages import Hello
 from longcat_pd.server.choice import CountedToken, Piece
@@ -28,6 +29,12 @@ class Usage:
     num_prompt: int = 0
     completions: dict[int, int] = field(default_factory=dict)
     reasoning: dict[int, int] = field(default_factory=dict)
+    lives: list[Life] = field(default_factory=list)
+
+    def begin(self, request: Request) -> None:
+        """The request of a choice is made."""
+        self.num_prompt = len(request.prompt_token_ids)
+        self.lives.append(request.life)
 
     def count(self, piece: Piece) -> None:
         """Take the running counts of a choice."""
@@ -46,7 +53,7 @@ class Usage:
             "prompt_tokens": self.num_prompt,
             "completion_tokens": completion,
             "total_tokens": self.num_prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": num_cached(self.lives)},
             "completion_tokens_details": {"reasoning_tokens": sum(self.reasoning.values())},
         }
 
@@ -103,10 +110,10 @@ class AnswerForm:
         self._has_begun = False
         self.usage = Usage()
 
-    def begin(self, prompt_token_ids: Sequence[int]) -> None:
-        """The prompt is known."""
-        self._prompt_token_ids = prompt_token_ids
-        self.usage.num_prompt = len(prompt_token_ids)
+    def begin(self, request: Request) -> None:
+        """The prompt is known; called for each choice."""
+        self._prompt_token_ids = request.prompt_token_ids
+        self.usage.begin(request)
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
         """One chunk of a stream."""

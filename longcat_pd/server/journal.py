@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from longcat_pd import log
-from longcat_pd.engine.request import Hop, Life, Request
+from longcat_pd.engine.request import Hop, Life, Request, num_cached
 from longcat_pd.errors import LongcatError
 from longcat_pd.metrics import RequestMetrics
 from longcat_pd.server.requests import Call
@@ -38,6 +38,11 @@ class Record:
         """The request of a choice is made."""
         self.num_prompt = len(request.prompt_token_ids)
         self.lives.append(request.life)
+
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens that were not computed."""
+        return num_cached(self.lives)
 
     @property
     def hop(self) -> Hop:
@@ -106,6 +111,7 @@ class Journal:
             "request_finished",
             **_which(call),
             prompt=record.num_prompt,
+            cached=record.num_cached,
             output=record.num_output,
             finish=record.finish,
             ttft_ms=None if first is None else round(1000 * first, 3),
@@ -115,6 +121,7 @@ class Journal:
         if self._metrics is None:
             return
         self._metrics.prompt_tokens_total.inc(record.num_prompt)
+        self._metrics.cached_tokens_total.inc(record.num_cached)
         self._metrics.output_tokens_total.inc(record.num_output)
         self._metrics.request_seconds.observe(seconds)
         if first is not None:

@@ -54,9 +54,9 @@ class Running:
             raise WorkerUnavailable("this server is starting", code="starting")
 
     async def pieces(
-        self, body: Body, call: Call, prompts: PromptSource, *, begin: Callable[[Sequence[int]], None]
+        self, body: Body, call: Call, prompts: PromptSource, *, begin: Callable[[Request], None]
     ) -> AsyncGenerator[Piece, None]:
-        """The pieces of all choices, interleaved; ``begin`` is told the prompt's ids before them. Raises LongcatError."""
+        """The pieces of all choices, interleaved; ``begin`` is told the request of each before. Raises LongcatError."""
         num_tokens: dict[int, int] = {}
         with self._gate.enter() as cuts, self._journal.request(call) as record:
             request_of = await prompts.open(body, call)
@@ -65,7 +65,7 @@ class Running:
                 async for item in items:
                     if isinstance(item, Request):
                         record.begin(item)
-                        begin(item.prompt_token_ids)
+                        begin(item)
                         continue
                     self._journal.token(record)
                     num_tokens[item.index] = item.num_tokens

@@ -84,8 +84,8 @@ class Service(Protocol):
         """The worker form of ``/debug/accounting``: fresh figures of all ranks that answer within 2 s."""
         ...
 
-    def restart_means(self) -> None:
-        """Means over the latest steps in ``info`` begin anew."""
+    def flush_cache(self) -> None:
+        """No prefix is found any more; means over the latest steps in ``info`` begin anew."""
         ...
 
     def info(self) -> dict[str, Any]:

@@ -62,8 +62,9 @@ class StandaloneService:
         account = await self._engine.accounting()
         return {"role": self.role, "instance": self.name, "incarnation": self._hello.incarnation, **account}
 
-    def restart_means(self) -> None:
-        """Of accepted drafts."""
+    def flush_cache(self) -> None:
+        """Prefixes, and the mean of accepted drafts."""
+        self._engine.prefixes.flush()
         self._engine.acceptance.restart()
 
     def info(self) -> dict[str, Any]:
