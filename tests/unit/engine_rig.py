@@ -76,6 +76,7 @@ class Rig:
                     transfer_id=transfer_id, group=seq.group, peer="p0", peer_incarnation="i",
                     source_cp_size=1, source_layers=(1,), prompt_len=len(asked.prompt_token_ids),
                     blocks=pack(seq.blocks), split_start=seq.split.start, generation=seq.generation,
+                    first_block=seq.num_shared,
                 ),
             )  # fmt: skip
             reports = await self.engine.transfer_closed(transfer_id)
@@ -91,7 +92,7 @@ class Rig:
         account = await self.engine.accounting()
         assert account["idle"] and account["outstanding"] == 0 and account["mismatch"] == [], account
         for rank in account["ranks"]:
-            assert rank["blocks"]["free"] == rank["blocks"]["total"]
+            assert rank["blocks"]["free"] + rank["blocks"]["cached"] == rank["blocks"]["total"]
 
 
 @asynccontextmanager

@@ -102,7 +102,7 @@ class FakeService:
     """As ``Service``. What it was asked is in ``requests``; ``num_running`` counts generators that are open."""
 
     def __init__(self, folder: str, script: Script, *, role: str = "standalone", **model: Any) -> None:
-        self.num_restarts = 0
+        self.num_flushes = 0
         self.name = {"standalone": "s0", "prefill": "p0", "decode": "d0"}[role]
         self.role: Any = role
         self.model = ModelSection(path=folder, served_name="tiny", **model)
@@ -143,8 +143,8 @@ class FakeService:
         driver = {"requests_waiting": 0, "requests_running": 0, "transfers": 0, "request_sockets": 0}
         return {"role": self.role, "instance": self.name, "idle": True, "outstanding": 0, "mismatch": [], "driver": driver}
 
-    def restart_means(self) -> None:
-        self.num_restarts += 1
+    def flush_cache(self) -> None:
+        self.num_flushes += 1
 
     def info(self) -> dict[str, Any]:
         return {"parallel": {"pp_size": 1}, "internal_states": [{"avg_spec_accept_length": None}]}

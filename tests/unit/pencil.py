@@ -1,7 +1,9 @@
 """A pencil-and-paper executor: the next token is the last one plus one, and every plan is checked against what ranks know.
 
 It keeps the ranks' own books (slots, blocks of each shard, open pushes, announced arrivals), so a plan that gives a block
-to two sequences, skips a position or retires a stranger fails the test that made it.
+to two sequences, skips a position or retires a stranger fails the test that made it. It remembers for every place of the
+cache which tokens the entry there was computed from, so a plan that lets a sequence share anything else than its own prefix,
+or write where another one reads, fails too.
 """
 
 from __future__ import annotations
@@ -25,8 +27,18 @@ class _Slot:
     tokens: list[int]
     prompt_len: int
     num_computed: int
-    held: set[tuple[int, int]]  # shard, block
+    blocks: list[tuple[int, int]]  # shard, block
     push: str | None
+
+
+@dataclass
+class _Arrival:
+    blocks: list[tuple[int, int]]
+    first_block: int
+
+    @property
+    def reserved(self) -> set[tuple[int, int]]:
+        return set(self.blocks[self.first_block :])
 
 
 @dataclass
@@ -38,7 +50,8 @@ class Pencil:
     auto: bool = True
     plans: list[StepPlan] = field(default_factory=list)
     slots: dict[int, _Slot] = field(default_factory=dict)
-    arrivals: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
+    arrivals: dict[str, _Arrival] = field(default_factory=dict)
+    written: dict[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)  # shard, block, offset: the tokens
     pushes: dict[str, set[tuple[int, int]]] = field(default_factory=dict)  # open ones, and what they read
     waiting: deque[tuple[StepPlan, asyncio.Future[tuple[StepOutput, ...]]]] = field(default_factory=deque)
     silent: set[int] = field(default_factory=set)
@@ -127,17 +140,18 @@ class Pencil:
     def accounts(self, rank: int) -> RankAccounts:
         shard = rank % self.num_shards
 
-        def count(groups: list[set[tuple[int, int]]]) -> int:
-            return sum(1 for blocks in groups for s, _ in blocks if s == shard)
+        def count(blocks: set[tuple[int, int]]) -> int:
+            return sum(s == shard for s, _ in blocks)
 
-        live = [s.held for s in self.slots.values()]
-        late = [b for t, b in self.pushes.items() if t not in {s.push for s in self.slots.values()}]
+        live = {block for s in self.slots.values() for block in s.blocks}
+        pushing = {s.push for s in self.slots.values()}
+        late = {block for t, blocks in self.pushes.items() if t not in pushing for block in blocks}
         return RankAccounts(
             rank=rank,
             blocks_total=self.config.num_blocks - 1,
             blocks_live=count(live) + self.miscount.get(rank, 0),
-            blocks_reserved=count(list(self.arrivals.values())),
-            blocks_quarantined=count(late),
+            blocks_reserved=sum(count(a.reserved) for a in self.arrivals.values()),
+            blocks_quarantined=count(late - live),
             slots_total=self.config.max_num_seqs,
             slots_used=len(self.slots),
         )
@@ -157,41 +171,68 @@ class Pencil:
         outputs = [self._compute(plan, s) for s in plan.segments]
         return tuple(o for o in outputs if o is not None)
 
-    def _held(self, blocks: bytes, split_start: int) -> set[tuple[int, int]]:
+    def _held(self, blocks: bytes, split_start: int) -> list[tuple[int, int]]:
         split = BlockSplit(self.num_shards, self.config.block_size, split_start)
         ids = unpack(blocks)
-        held = {(split.rank_of(number), block) for number, block in enumerate(ids)}
-        assert len(held) == len(ids), "a block twice in one sequence"
+        held = [(split.rank_of(number), block) for number, block in enumerate(ids)]
+        assert len(set(held)) == len(ids), "a block twice in one sequence"
         assert all(0 < block < self.config.num_blocks for _, block in held)
         return held
 
     def _check_free(self, blocks: set[tuple[int, int]]) -> None:
-        for other in [*(s.held for s in self.slots.values()), *self.arrivals.values(), *self.pushes.values()]:
-            assert not blocks & other, f"blocks {blocks & other} belong to another sequence"
+        arriving = (a.blocks for a in self.arrivals.values())
+        for other in [*(s.blocks for s in self.slots.values()), *arriving, *self.pushes.values()]:
+            assert not blocks & set(other), f"blocks {blocks & set(other)} belong to another sequence"
 
     def _announce(self, arrival: Arrival) -> None:
         blocks = self._held(arrival.blocks, arrival.split_start)
-        self._check_free(blocks)
-        self.arrivals[arrival.transfer_id] = blocks
+        assert 0 <= arrival.first_block <= (arrival.prompt_len - 1) // self.config.block_size
+        self._check_free(set(blocks[arrival.first_block :]))
+        self.arrivals[arrival.transfer_id] = _Arrival(blocks, arrival.first_block)
+
+    def _check_shared(self, blocks: list[tuple[int, int]], tokens: list[int]) -> None:
+        size = self.config.block_size
+        for position in range(len(blocks) * size):
+            place = (*blocks[position // size], position % size)
+            assert self.written.get(place) == tuple(tokens[: position + 1]), f"shares what was not computed at {position}"
+
+    def _write(self, blocks: list[tuple[int, int]], tokens: list[int], positions: range) -> None:
+        for position in positions:
+            number, offset = divmod(position, self.config.block_size)
+            self.written[(*blocks[number], offset)] = tuple(tokens[: position + 1])
+
+    def _write_own(self, slot: int, first: int, end: int) -> None:
+        state, size = self.slots[slot], self.config.block_size
+        mine = set(state.blocks[first // size : -(-end // size)])
+        others = [s.blocks for number, s in self.slots.items() if number != slot]
+        for other in [*others, *(a.blocks for a in self.arrivals.values())]:
+            assert not mine & set(other), "written where another one reads"
+        self._write(state.blocks, state.tokens, range(first, end))
 
     def _admit(self, admit: Admit) -> None:
         assert admit.slot not in self.slots and 0 <= admit.slot < self.config.max_num_seqs
-        blocks = self._held(admit.blocks, admit.split_start)
+        blocks, tokens = self._held(admit.blocks, admit.split_start), list(unpack(admit.token_ids))
         if admit.arrival is not None:
-            assert self.arrivals.pop(admit.arrival) == blocks
-            assert admit.num_computed == admit.prompt_len == len(unpack(admit.token_ids)) - 1
+            arrival = self.arrivals.pop(admit.arrival)
+            num_shared = arrival.first_block
+            assert arrival.blocks == blocks and admit.num_computed == admit.prompt_len == len(tokens) - 1
+            first = num_shared * self.config.block_size
+            self._write(blocks, tokens, range(first, admit.prompt_len))  # by the lanes, before
         else:
-            assert admit.num_computed == 0 and admit.prompt_len == len(unpack(admit.token_ids))
-        self._check_free(blocks)
+            num_shared, rest = divmod(admit.num_computed, self.config.block_size)
+            assert admit.num_computed < admit.prompt_len == len(tokens) and not rest
+            self._check_free(set(blocks[num_shared:]))
+        self._check_shared(blocks[:num_shared], tokens)
         push = admit.push.transfer_id if admit.push else None
         if push:
-            self.pushes[push] = blocks
-        self.slots[admit.slot] = _Slot(list(unpack(admit.token_ids)), admit.prompt_len, admit.num_computed, blocks, push)
+            self.pushes[push] = set(blocks)
+        self.slots[admit.slot] = _Slot(tokens, admit.prompt_len, admit.num_computed, blocks, push)
 
     def _compute(self, plan: StepPlan, segment: Segment) -> SlotOutput | None:
         state = self.slots[segment.slot]
         if plan.phase == "prefill":
             assert segment.start == state.num_computed, "a segment starts where the last one ended"
+            self._write_own(segment.slot, segment.start, segment.start + segment.num_tokens)
             state.num_computed += segment.num_tokens
             assert segment.is_last == (state.num_computed == state.prompt_len)
             assert segment.is_last or state.num_computed % self.config.block_size == 0
@@ -199,17 +240,18 @@ class Pencil:
             assert (segment.start, segment.num_tokens, segment.is_last) == (-1, 1 + self.config.num_draft_tokens, True)
             assert state.num_computed == len(state.tokens) - 1, "decoding before the prompt is computed"
             return self._decode(segment, state)
-        assert state.num_computed <= len(state.held) * self.config.block_size
+        assert state.num_computed <= len(state.blocks) * self.config.block_size
         if not segment.is_last:
             return None
         state.tokens.append(state.tokens[-1] + 1)
         return SlotOutput(slot=segment.slot, token_ids=(state.tokens[-1],))
 
     def _decode(self, segment: Segment, state: _Slot) -> SlotOutput:
-        room = len(state.held) * self.config.block_size - state.num_computed
+        room = len(state.blocks) * self.config.block_size - state.num_computed
         assert room > 0, "a window begins behind the reservation"
         num_drafts = min(segment.num_tokens, room) - 1
         tokens = tuple(state.tokens[-1] + 1 + i for i in range(1 + min(self.accepted, num_drafts)))
         state.tokens += tokens
+        self._write_own(segment.slot, state.num_computed, state.num_computed + len(tokens))
         state.num_computed += len(tokens)
         return SlotOutput(slot=segment.slot, token_ids=tokens, num_drafts=num_drafts)

@@ -45,9 +45,9 @@ ROLES = {
     },
     "prefill": {
         "GET": [*OPEN, "/server_info", "/model_info", "/debug/accounting"],
-        "POST": [CHAT, COMPLETIONS, "/tokenize", "/detokenize"],
+        "POST": [CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/flush_cache"],
     },
-    "decode": {"GET": [*OPEN, "/server_info", "/model_info", "/debug/accounting"], "POST": [CHAT, COMPLETIONS]},
+    "decode": {"GET": [*OPEN, "/server_info", "/model_info", "/debug/accounting"], "POST": [CHAT, COMPLETIONS, "/flush_cache"]},
 }  # fmt: skip
 EVERY = {path for routes in ROLES.values() for paths in routes.values() for path in paths}
 
@@ -139,7 +139,7 @@ async def test_what_an_instance_says_of_itself(folder):
     assert model == {"model_path": folder, "tokenizer_path": folder, "is_generation": True}
     service = FakeService(folder, plays([EOS]))
     assert (await ask(service, "POST", "/flush_cache")).json() == {"success": True}
-    assert service.num_restarts == 1
+    assert service.num_flushes == 1
 
 
 async def test_tokenize_gives_the_ids_that_generation_uses(folder):

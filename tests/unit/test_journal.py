@@ -89,7 +89,7 @@ def test_a_failure_is_told_once(error, told, cancels):
 def test_a_good_end_is_told_with_its_times():
     rig = Rig()
     assert rig.run(None, *ON_P) == (
-        "info request_finished transfer=t peer=p0 attempt=2 prompt=3 output=0 finish=length"
+        "info request_finished transfer=t peer=p0 attempt=2 prompt=3 cached=0 output=0 finish=length"
         " ttft_ms=none tpot_ms=none queue_ms=3000 prefill_ms=1000 transfer_ms=1000"
     )
     assert rig.counted("requests_total") == {"length": 1}

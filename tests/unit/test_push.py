@@ -324,12 +324,12 @@ def test_blocks_are_in_quarantine_from_the_end_of_their_slot_until_no_lane_reads
     assert is_reading.wait(5.0)
     rig.network.lose_peers()
     pushing.cancel("t")  # a lane that gives up by itself does the same
-    assert pushing.counts().quarantined_blocks == 0, "they are the sequence's, and live, as long as it has its slot"
+    assert not pushing.counts().quarantined, "they are the sequence's, and live, as long as it has its slot"
     pushing.retire("t")
-    assert pushing.counts().quarantined_blocks == 4 and rig.pushed.all == []
+    assert len(pushing.counts().quarantined) == 4 and rig.pushed.all == []
     may_go_on.set()
     assert not rig.pushed.wait(1)[0].ok
-    assert pushing.counts().quarantined_blocks == 0
+    assert not pushing.counts().quarantined
     pushing.retire("t")
 
 
