@@ -51,6 +51,40 @@ def test_everything_arrives(rigs: list[Rig], stages: tuple[int, ...], cp: int, k
     assert sum(lanes.counts().reserved_blocks for lanes in rig.arrival) == 0
 
 
+@pytest.mark.parametrize(("stages", "cp", "kvp"), SIZES)
+@pytest.mark.parametrize(("num_held", "num_found"), [(1, 0), (3, 0), (5, 0), (0, 5), (2, 4), (4, 2), (5, 5)])
+def test_what_the_target_holds_is_not_sent_and_what_the_source_had_is(
+    rigs: list[Rig], stages: tuple[int, ...], cp: int, kvp: int, num_held: int, num_found: int
+) -> None:
+    rig = Rig(stages=stages, cp=cp, kvp=kvp, options=LaneOptions(digest="all", timeout_s=5.0))
+    rigs.append(rig)
+    handover = Handover(rig, "t", 5 * BLOCK + 1, source_start=cp - 1, target_start=kvp // 2, num_held=num_held)
+    before = [{e.name: cache.tensor(e.name).clone() for e in cache.spec.entries} for cache in rig.target_caches]
+    handover.announce()
+    assert sum(lanes.counts().reserved_blocks for lanes in rig.arrival) == len(handover.target_blocks) - num_held
+    handover.begin()
+    handover.compute(chunk_blocks=2, num_found=num_found)
+    sent, arrived = rig.pushed.wait(len(rig.push)), rig.arrived.wait(kvp)
+    assert all(c.ok for c in sent + arrived) and len(sent) == len(rig.push) and len(arrived) == kvp, (sent, arrived)
+    assert handover.mismatches(num_held) == []
+    for block in range(num_held):
+        rank = handover.target_split.rank_of(block)
+        for name, old in before[rank].items():
+            place = handover.target_blocks[block]
+            assert torch.equal(rig.target_caches[rank].tensor(name)[place], old[place]), f"{name} block {block} was written"
+
+
+def test_a_block_that_the_target_holds_breaks_its_transfer_if_it_comes(rigs: list[Rig]) -> None:
+    rig = Rig()
+    rigs.append(rig)
+    announced = Handover(rig, "t", 3 * BLOCK, num_held=2)
+    announced.announce()
+    sending = Handover(rig, "t", 3 * BLOCK, num_held=1)  # of a source that reads its grant wrongly
+    sending.begin()
+    sending.compute()
+    assert "which is not its own" in rig.arrived.wait(1)[0].reason
+
+
 def test_a_group_that_is_not_meant_has_nothing_to_do(rigs: list[Rig]) -> None:
     rig = Rig(kvp=2, groups=2)
     rigs.append(rig)

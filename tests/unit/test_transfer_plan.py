@@ -52,6 +52,23 @@ def test_views_of_ranks_agree_with_the_moves(cp: int, kvp: int) -> None:
             assert plan.blocks_between(source, target, first, end) == by_pair.get((source, target), [])
 
 
+@pytest.mark.parametrize(("cp", "kvp"), [(1, 1), (3, 4), (2, 1), (1, 3), (4, 2)])
+def test_only_what_the_target_lacks_travels(cp: int, kvp: int) -> None:
+    splits = BlockSplit(cp, 4, cp - 1), BlockSplit(kvp, 4, 0)
+    whole = TransferPlan((2, 1), *splits, 0, 13)
+    for held in range(13):
+        rest = TransferPlan((2, 1), *splits, 0, 13, held)
+        for first, end in [(0, 5), (5, 6), (6, 13), (0, 13), (held, 13)]:
+            moves = list(rest.moves(0, ["latent"], first, end))
+            assert moves == [move for move in whole.moves(0, ["latent"], first, end) if move.block >= held]
+            for source, target in itertools.product(range(2 * cp), range(kvp)):
+                left = [b for b in whole.blocks_between(source, target, first, end) if b >= held]
+                assert rest.blocks_between(source, target, first, end) == left
+        pairs = {(move.source, move.target) for layer in (0, 2) for move in rest.moves(layer, ["latent"], 0, 13)}
+        assert {(s, t) for s in range(2 * cp) for t in rest.targets_of(s)} == pairs
+        assert {(s, t) for t in range(kvp) for s in rest.sources_of(t)} == pairs
+
+
 def test_a_short_prompt_leaves_ranks_without_work() -> None:
     plan = TransferPlan((1, 1), BlockSplit(3, 4, 2), BlockSplit(4, 4, 1), 4, 1)
     assert [plan.targets_of(r) for r in range(6)] == [(), (), (5,), (), (), (5,)]

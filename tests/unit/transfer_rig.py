@@ -110,7 +110,10 @@ class Rig:
 
 @dataclass
 class Handover:
-    """One transfer in a rig. ``source_blocks``, ``target_blocks``: local ids by block number."""
+    """One transfer in a rig. ``source_blocks``, ``target_blocks``: local ids by block number.
+
+    ``num_held``: blocks that the target has already; nothing may come for them.
+    """
 
     rig: Rig
     transfer_id: str
@@ -120,6 +123,7 @@ class Handover:
     group: int = 0
     generation: int = 1
     first_block_id: int = 1
+    num_held: int = 0
 
     def __post_init__(self) -> None:
         self.source_split = BlockSplit(self.rig.cp, BLOCK, self.source_start)
@@ -131,7 +135,7 @@ class Handover:
             self.first_block_id + 2 * self.target_split.local_index(b) for b in range(self.num_blocks + 1)
         ]
         self.plan = TransferPlan(
-            self.rig.stages, self.source_split, self.target_split, self.group * self.rig.kvp, self.num_blocks
+            self.rig.stages, self.source_split, self.target_split, self.group * self.rig.kvp, self.num_blocks, self.num_held
         )
 
     def announce(self) -> None:
@@ -147,6 +151,7 @@ class Handover:
             split_start=self.target_start,
             source_split_start=self.source_start,
             generation=self.generation,
+            first_block=self.num_held,
         )
         for lanes in self.rig.arrival:
             lanes.announce(arrival)
@@ -163,22 +168,24 @@ class Handover:
             blocks=pack(self.target_blocks),
             split_start=self.target_start,
             generation=self.generation,
+            first_block=self.num_held,
         )
         for lanes in self.rig.push:
             lanes.begin(push, prompt_len=self.prompt_len, blocks=pack(self.source_blocks), split_start=self.source_start)
 
-    def compute(self, *, chunk_blocks: int = 1 << 20) -> None:
-        for first in range(0, self.num_blocks, chunk_blocks):
-            end = min(first + chunk_blocks, self.num_blocks)
+    def compute(self, *, chunk_blocks: int = 1 << 20, num_found: int = 0) -> None:
+        """``num_found``: blocks that the source had already; they go with the first chunk."""
+        for begin in range(num_found, self.num_blocks, chunk_blocks):
+            first, end = 0 if begin == num_found else begin, min(begin + chunk_blocks, self.num_blocks)
             for rank, lanes in enumerate(self.rig.push):
                 for layer in self.plan.layers_of(rank):
                     lanes.push_layer(self.transfer_id, layer, first, end, is_last_chunk=end == self.num_blocks)
 
-    def mismatches(self) -> list[str]:
-        """Blocks of the target caches that are not those of the source."""
+    def mismatches(self, first_block: int = 0) -> list[str]:
+        """Blocks of the target caches from ``first_block`` on that are not those of the source."""
         wrong = []
         for layer in range(self.plan.num_layers):
-            for block in range(self.num_blocks):
+            for block in range(first_block, self.num_blocks):
                 source, target = self.plan.source_of(layer, block), self.plan.target_of(block)
                 for entry in self.rig.source_caches[source].spec.entries_of_layer(layer):
                     ours = self.rig.source_caches[source].tensor(entry.name)[self.source_blocks[block]]
