@@ -31,8 +31,8 @@ class Sequence:
 
     ``num_tokens``: positions that the reservation covers. ``num_scheduled``: leading prompt positions that stand in plans;
     ``num_computed``: positions whose cache is there, found or reported by the ranks. ``is_admitted``, ``is_announced``: a
-    plan has told the ranks of this sequence, of its arrival. ``draft_state``: what the first drafts behind a hand-over start
-    from. ``keys``: of its leading full blocks, of which others find the first ``num_findable`` (``prefixes.py``).
+    plan has told the ranks of this sequence, of its arrival. ``draft_state``: what the first drafts behind a hand-over
+    start from. ``keys``: of its leading full blocks, of which others find the first ``num_findable`` (``prefixes.py``).
     """
 
     request: Request

@@ -79,6 +79,7 @@ class Rig:
                     first_block=seq.num_shared,
                 ),
             )  # fmt: skip
+            self.pencil.prompts[transfer_id] = list(asked.prompt_token_ids)
             reports = await self.engine.transfer_closed(transfer_id)
             assert all(r.ok for r in reports), reports
             return [delta async for delta in self.engine.decode(seq, first)]

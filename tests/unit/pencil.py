@@ -2,7 +2,7 @@
 
 It keeps the ranks' own books (slots, blocks of each shard, open pushes, announced arrivals), so a plan that gives a block
 to two sequences, skips a position or retires a stranger fails the test that made it. It remembers for every place of the
-cache which tokens the entry there was computed from, so a plan that lets a sequence share anything else than its own prefix,
+cache which tokens the entry there was computed from, so a plan that lets a sequence share anything but its own prefix,
 or write where another one reads, fails too.
 """
 
@@ -59,6 +59,7 @@ class Pencil:
     fault_at: int = 0
     accepted: int = 0  # drafts of each window that stand
     durations_ms: dict[int, tuple[float, float]] = field(default_factory=dict)  # by rank: waited, computed
+    prompts: dict[str, list[int]] = field(default_factory=dict)  # by transfer: what arrives, where a test says so
     is_started: bool = False
     is_closed: bool = False
     _on_closed: OnClosed = lambda event: None
@@ -130,6 +131,8 @@ class Pencil:
         ranks = ranks if ranks is not None else range(self.parallel.world_size)
         if ranks.stop == self.parallel.world_size:
             self.pushes.pop(transfer_id, None)
+            if ok and transfer_id in self.arrivals:
+                self._fill(self.arrivals[transfer_id], self.prompts.get(transfer_id, []))
         for rank in ranks:
             self._on_closed(TransferClosed(transfer_id=transfer_id, rank=rank, ok=ok))
 
@@ -201,6 +204,9 @@ class Pencil:
             number, offset = divmod(position, self.config.block_size)
             self.written[(*blocks[number], offset)] = tuple(tokens[: position + 1])
 
+    def _fill(self, arrival: _Arrival, prompt: list[int]) -> None:
+        self._write(arrival.blocks, prompt, range(arrival.first_block * self.config.block_size, len(prompt)))
+
     def _write_own(self, slot: int, first: int, end: int) -> None:
         state, size = self.slots[slot], self.config.block_size
         mine = set(state.blocks[first // size : -(-end // size)])
@@ -216,8 +222,7 @@ class Pencil:
             arrival = self.arrivals.pop(admit.arrival)
             num_shared = arrival.first_block
             assert arrival.blocks == blocks and admit.num_computed == admit.prompt_len == len(tokens) - 1
-            first = num_shared * self.config.block_size
-            self._write(blocks, tokens, range(first, admit.prompt_len))  # by the lanes, before
+            self._fill(arrival, tokens[:-1])  # by the lanes, before
         else:
             num_shared, rest = divmod(admit.num_computed, self.config.block_size)
             assert admit.num_computed < admit.prompt_len == len(tokens) and not rest
