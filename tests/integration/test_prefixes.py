@@ -1,5 +1,5 @@
-"""Prompts that begin alike, through the face: the same tokens with and without the cache of prefixes, true counts of what was
-not computed, fewer bytes on the lanes, and nothing left behind however a request ends.
+"""Prompts that begin alike, through the face: the same tokens with and without the cache of prefixes, true counts of what
+was not computed, fewer bytes on the lanes, and nothing left behind however a request ends.
 """
 
 from __future__ import annotations
@@ -192,7 +192,11 @@ async def test_however_requests_end_prefixes_stay_right(tiny: MakeCheckpoint, tm
         for _ in range(3):
             await asyncio.gather(*(leave(prompt) for prompt in draw.sample(prompts, 8)))
             some = draw.sample(range(len(prompts)), 6)
-            answers = await ask(topology, [prompts[i] for i in some])
+            asking = asyncio.ensure_future(ask(topology, [prompts[i] for i in some]))
+            while not asking.done():
+                account = await topology.account()
+                assert all(worker["mismatch"] == [] for worker in account["instances"].values()), account
+            answers = await asking
             assert_same([answers], [[expected[i] for i in some]])
             account = await topology.idle_within()
             assert all(worker["mismatch"] == [] for worker in account["instances"].values())

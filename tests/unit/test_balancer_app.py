@@ -53,6 +53,21 @@ def account(name: str, **more: Any) -> dict[str, Any]:
     return {"role": "x", "instance": name, "idle": True, "outstanding": 0, "mismatch": [], **more}
 
 
+async def test_flushing_reaches_every_instance_and_says_where_it_did_not() -> None:
+    rig, flushed = await Rig.make("p0 p1 d0"), []
+
+    async def flush(call: LegCall) -> Reply:
+        flushed.append(call.worker)
+        return await raw(200, b'{"success":true}')(call)
+
+    answers(rig, "/flush_cache", p0=flush, p1=flush, d0=flush)
+    answer = await rig.post(b"", path="/flush_cache").end()
+    assert (answer.status, json.loads(answer.body), sorted(flushed)) == (200, {"success": True}, ["d0", "p0", "p1"])
+    answers(rig, "/flush_cache", p1=raw(503, b"{}"), d0=raises(refused))
+    answer = await rig.post(b"", path="/flush_cache").end()
+    assert answer.status == 503 and "p1, d0" in answer.error["message"]
+
+
 # ---------------------------------------------------------------------- routes, keys, bodies
 
 

@@ -305,13 +305,27 @@ async def _client(r: Rig, rng: random.Random, number: int) -> int:
     return asked.life.num_cached_tokens or 0
 
 
+async def _watch(r: Rig) -> None:
+    """At all times ranks hold what the driver says that they hold: what several share counts once on both sides."""
+    while True:
+        account = await r.engine.accounting()
+        assert account["mismatch"] == [], account
+        for rank in account["ranks"]:
+            assert min(rank["blocks"].values()) >= 0, rank
+        await settle()
+
+
 @pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(pp_size=2, cp_size=2), ParallelConfig(kvp_size=3)])
 async def test_a_crowd_with_few_blocks_is_answered_right_and_leaves_nothing(parallel: ParallelConfig) -> None:
     rng = random.Random(5)
     async with rig(parallel=parallel, num_blocks=21, max_num_seqs=6, max_queued_requests=64, max_model_len=128) as r:
         hits = 0
         for number in range(0, 240, 12):
+            watching = asyncio.ensure_future(_watch(r))
             hits += sum(await asyncio.gather(*(_client(r, rng, number + i) for i in range(12))))
+            watching.cancel()
+            await asyncio.wait({watching})
+            assert watching.cancelled(), watching.exception()
             for transfer in list(r.pencil.pushes):
                 r.pencil.close_transfer(transfer, ok=False)
             await settle()

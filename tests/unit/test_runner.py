@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from longcat_pd import kernels
+from longcat_pd import kernels, wire
 from longcat_pd.config.schema import EngineConfig, InstanceSpec, ModelSection, ParallelConfig, RankSpec, TransferConfig
 from longcat_pd.engine.plan import Segment, SlotOutput, StepPlan
 from longcat_pd.engine.rank_model import RankModel
@@ -287,3 +287,26 @@ def test_a_push_needs_lanes() -> None:
     bench = Bench()
     with pytest.raises(AssertionError, match="without lanes"):
         bench.run(admit=(admit(bench.pool, 0, [1], block_size=BLOCK, room=0, push=PUSH),))
+
+
+def test_a_block_that_several_slots_share_is_live_once_and_until_the_last_of_them_leaves() -> None:
+    bench = Bench()
+    first = admit(bench.pool, 0, list(range(10, 19)), block_size=BLOCK, room=1)
+    bench.run(admit=(first,), segments=(segment(0, 0, 9, True),))
+    own = bench.runner.accounts().blocks_live
+    second = replace(first, slot=1, num_computed=2 * BLOCK, blocks=first.blocks[: 4 * 2] + wire.pack([17]))
+    bench.run(admit=(second,), segments=(segment(1, 8, 1, True),))
+    assert bench.runner.accounts().blocks_live == own + 1
+    bench.run(retire=(0,))
+    assert bench.runner.accounts().blocks_live == 3
+    bench.run(retire=(1,))
+    assert bench.runner.accounts().blocks_live == 0
+
+
+def test_a_first_chunk_takes_along_the_blocks_that_were_there() -> None:
+    bench = Bench(push=True)
+    known = admit(bench.pool, 0, list(range(10, 29)), block_size=BLOCK, room=0, push=PUSH)
+    bench.run(admit=(replace(known, num_computed=2 * BLOCK),), segments=(segment(0, 8, 4, False),))
+    bench.run(segments=(segment(0, 12, 7, True),))
+    pushed = [call[2:] for call in bench.calls if call[0] == "push"]
+    assert pushed == [(0, 0, 3, False), (1, 0, 3, False), (0, 3, 5, True), (1, 3, 5, True)]
