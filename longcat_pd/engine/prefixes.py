@@ -44,6 +44,7 @@ class Prefixes:
         num_shared = seq.table.num_shared
         if num_shared < len(keys) and self._in_work.get(keys[num_shared], seq) is not seq:
             return False
+        self._leave_to_others(seq, keys[:num_shared])
         for key in seq.keys[num_shared:]:
             self._in_work.setdefault(key, seq)
         seq.num_findable = num_shared
@@ -66,9 +67,7 @@ class Prefixes:
                 ids = (*seq.request.prompt_token_ids, *(token.token_id for token in seq.outputs))
                 self._extend_keys(seq, ids)
             self._publish(seq, settled)
-        for key in seq.keys[seq.num_findable :]:
-            if self._in_work.get(key) is seq:
-                del self._in_work[key]
+        self._leave_to_others(seq, seq.keys)
 
     def flush(self) -> None:
         """Nothing that was computed so far is found any more."""
@@ -83,6 +82,10 @@ class Prefixes:
         first, keys = seq.num_findable, seq.keys[seq.num_findable : end]
         self._pool.publish(seq.table, first, keys)
         seq.num_findable += len(keys)
+        self._leave_to_others(seq, keys)
+
+    def _leave_to_others(self, seq: Sequence, keys: list[bytes]) -> None:
+        """Nobody waits for it to compute these blocks (any more)."""
         for key in keys:
             if self._in_work.get(key) is seq:
                 del self._in_work[key]

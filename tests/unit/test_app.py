@@ -142,6 +142,31 @@ async def test_what_an_instance_says_of_itself(folder):
     assert service.num_flushes == 1
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_usage_tells_what_of_the_prompt_was_not_computed(folder, path):
+    """Of several choices that share a prompt: what none of them computed."""
+
+    async def script(request):
+        request.life.num_cached_tokens = 2 if request.sampling.choice else 1
+        async for delta in plays([7, EOS])(request):
+            yield delta
+
+    metrics = Metrics(role="standalone", instance="s0")
+    asked = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"prompt": [5, 6, 7]}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    for fields in ({}, {"n": 2}, streamed, {**streamed, "n": 2}):
+        answer = await ask(
+            FakeService(folder, script),
+            "POST",
+            path,
+            json={**asked, "max_tokens": 4, **fields},
+            options={"metrics": metrics},
+        )
+        usage = events_of(answer.content)[-2]["usage"] if "stream" in fields else answer.json()["usage"]
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
+    assert b'longcat_pd_cached_tokens_total{instance="s0",role="standalone"} 4.0' in metrics.render()
+
+
 async def test_tokenize_gives_the_ids_that_generation_uses(folder):
     service = FakeService(folder, plays([EOS]))
     text = TextProcessor.load(folder)

@@ -312,7 +312,7 @@ async def _watch(r: Rig) -> None:
         assert account["mismatch"] == [], account
         for rank in account["ranks"]:
             assert min(rank["blocks"].values()) >= 0, rank
-        await settle()
+        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(pp_size=2, cp_size=2), ParallelConfig(kvp_size=3)])
@@ -333,3 +333,26 @@ async def test_a_crowd_with_few_blocks_is_answered_right_and_leaves_nothing(para
             assert account["mismatch"] == [] and account["idle"], account
             await r.assert_idle()
     assert hits > 400
+
+
+def test_nobody_waits_for_what_was_found_elsewhere_in_the_meantime() -> None:
+    s, prompt = scheduler(num_blocks=64), list(range(100, 109))
+    talking = enter(s, prompt[:2], 12)
+    prefill(s, talking, 102)
+    s.start_decode(talking, TokenOutput(102))
+    for token in range(103, 109):
+        run(s, next_plan(s), token)
+    short, waiting = enter(s, [1, 2, 3, 4, 5], 1), enter(s, prompt, 1)
+    for seq in (short, waiting):
+        s.start_prefill(seq, None)
+    plan = next_plan(s)
+    assert [g.slot for g in plan.segments] == [short.slot], "three tokens are left of the budget, no block"
+    s.release(talking)  # what it said is how the other one begins
+    run(s, plan, 30)
+    plan = next_plan(s)
+    assert [(g.slot, g.start) for g in plan.segments] == [(waiting.slot, 4)]
+    run(s, plan, 30)
+    leave(s, waiting)
+    s.room.prefixes.flush()
+    again = enter(s, prompt, 1)
+    assert prefill(s, again)[0] == (0, 8)

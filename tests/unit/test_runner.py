@@ -75,6 +75,7 @@ class FakeLanes:
     def __init__(self, calls: list[Any]) -> None:
         self.calls = calls
         self.reserved = 0
+        self.quarantined: frozenset[int] = frozenset()
 
     def begin(self, push: Push, *, prompt_len: int, blocks: bytes, split_start: int) -> None:
         self.calls.append(("begin", push.transfer_id, prompt_len))
@@ -100,7 +101,7 @@ class FakeLanes:
         self.reserved = 0
 
     def counts(self) -> LaneCounts:
-        return LaneCounts(posted=1, reserved_blocks=self.reserved)
+        return LaneCounts(posted=1, reserved_blocks=self.reserved, quarantined=self.quarantined)
 
     def close(self) -> None:
         self.calls.append("close")
@@ -125,7 +126,7 @@ class Bench:
             weight_bytes=7,
             load_s=0.5,
         )
-        lanes = FakeLanes(self.calls)
+        self.lanes = lanes = FakeLanes(self.calls)
         self.runner = ModelRunner(
             rank_spec(), Mesh.single(), loaded=loaded, push=lanes if push else None, arrival=lanes if arrival else None
         )
@@ -310,3 +311,13 @@ def test_a_first_chunk_takes_along_the_blocks_that_were_there() -> None:
     bench.run(segments=(segment(0, 12, 7, True),))
     pushed = [call[2:] for call in bench.calls if call[0] == "push"]
     assert pushed == [(0, 0, 3, False), (1, 0, 3, False), (0, 3, 5, True), (1, 3, 5, True)]
+
+
+def test_what_a_lane_still_reads_is_in_quarantine_only_if_no_slot_has_it() -> None:
+    bench = Bench(push=True)
+    seq = admit(bench.pool, 0, list(range(10, 19)), block_size=BLOCK, room=0)
+    bench.run(admit=(seq,), segments=(segment(0, 0, 9, True),))
+    bench.lanes.quarantined = frozenset(wire.unpack(seq.blocks)[:2]) | {18}
+    assert (bench.runner.accounts().blocks_live, bench.runner.accounts().blocks_quarantined) == (3, 1)
+    bench.run(retire=(0,))
+    assert (bench.runner.accounts().blocks_live, bench.runner.accounts().blocks_quarantined) == (0, 3)
