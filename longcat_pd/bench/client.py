@@ -17,8 +17,8 @@ NUM_WARM_UP = 3
 
 
 def prompt(length: int, *, seed: int, vocab_size: int = 1024) -> list[int]:
-    """Random token ids without special tokens; the same for the same arguments."""
-    draw = random.Random(seed)
+    """Random token ids without special tokens; the same for the same arguments, else with nothing in common to share."""
+    draw = random.Random(f"{length} {seed}")
     return [draw.randrange(FIRST_ID, vocab_size) for _ in range(length)]
 
 

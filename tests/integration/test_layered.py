@@ -30,8 +30,8 @@ async def test_four_fifths_of_the_bytes_leave_before_the_last_layer_ends(tiny: M
     shares = []
     async with pools(config) as topology:
         before = await sent(topology, prefill)
-        for _ in range(5):
-            await topology.complete(PROMPT, max_tokens=2)
+        for number in range(5):
+            await topology.complete([number, *PROMPT[1:]], max_tokens=2)
             after = await sent(topology, prefill)
             num_bytes, num_early = after[0] - before[0], after[1] - before[1]
             entries = topology.parts["p0"].hello.cache_entries

@@ -74,8 +74,8 @@ async def pair(model: Path, folder: Path, num_drafts: int = 0, **sections: Any) 
         model,
         prefill={"pp_size": 2, "cp_size": 2},
         decode={"kvp_size": 2, "attn_tp_size": 2},
-        prefill_engine=engine,
-        decode_engine=engine,
+        prefill_engine={**engine, **sections.pop("prefill_engine", {})},
+        decode_engine={**engine, **sections.pop("decode_engine", {})},
         transfer={"digest": "all"},
         **sections,
     )
@@ -176,6 +176,21 @@ async def test_what_was_not_computed_is_told_and_what_is_held_is_not_sent(tiny: 
         )
         assert answers.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}, "one of the three computed it"
         await topology.idle_within()
+
+
+@pytest.mark.parametrize("off", ["prefill", "decode"])
+async def test_each_side_shares_on_its_own(tiny: MakeCheckpoint, tmp_path: Path, off: str) -> None:
+    stem, setting = list(range(100, 100 + 4 * BLOCK)), {f"{off}_engine": {"prefix_cache": False}}
+    async with pair(tiny("2.0"), tmp_path, **setting) as topology:
+        answers, sent = [], []
+        for _ in range(2):
+            answers.append(await topology.complete(stem))
+            sent.append(total(topology, "d0", "transfer_bytes_total"))
+        assert [cached(answer) for answer in answers] == [0, 0 if off == "prefill" else 3 * BLOCK]
+        assert (sent[1] - sent[0]) / sent[0] == pytest.approx(0.25 if off == "prefill" else 1, rel=0.1)
+        assert answers[0]["token_ids"] == answers[1]["token_ids"]
+        account = await topology.idle_within()
+        assert not any(rank["blocks"]["cached"] for rank in account["instances"][off[0] + "0"]["ranks"])
 
 
 async def test_however_requests_end_prefixes_stay_right(tiny: MakeCheckpoint, tmp_path: Path) -> None:
