@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from longcat_pd.config import resolve
+from longcat_pd.quantize import quantize
 from tests.parity.conftest import MakeCheckpoint
 from tests.topology import BLOCK, CHUNK, Topology, cluster_file, pools, standalone
 
@@ -83,9 +84,14 @@ async def pair(model: Path, folder: Path, num_drafts: int = 0, **sections: Any) 
         yield topology
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3])
-async def test_nobody_can_tell_that_prefixes_are_shared(tiny: MakeCheckpoint, tmp_path: Path, num_drafts: int) -> None:
+@pytest.mark.parametrize(("num_drafts", "is_int8"), [(0, False), (3, False), pytest.param(3, True, marks=pytest.mark.slow)])
+async def test_nobody_can_tell_that_prefixes_are_shared(
+    tiny: MakeCheckpoint, tmp_path: Path, num_drafts: int, is_int8: bool
+) -> None:
     model = tiny("2.0+predictable")
+    if is_int8:
+        quantize(model, tmp_path / "int8")
+        model = tmp_path / "int8"
     settings = ("model.dtype=float32", f"engine.num_draft_tokens={num_drafts}")
     async with standalone(model, *settings, "engine.prefix_cache=false") as topology:
         expected = await converse(topology)
