@@ -114,7 +114,8 @@ class EngineMetrics:
 
     ``step_seconds(phase)``, ``driver_step_seconds(phase)``: prefill, decode. The share of the driver's time that ranks feel
     is the sum of ``step_wait_seconds`` divided by that and the sum of ``step_compute_seconds``. States: ``sequences``
-    waiting, running; ``blocks`` free, cached, reserved, live, quarantined; ``slots`` free, used; ``ranks`` ok, silent, lost.
+    waiting, running; ``blocks`` free, cached, reserved, live, quarantined; ``slots`` free, used; ``ranks`` ok, silent,
+    lost.
     """
 
     def __init__(self, declare: _Declare) -> None:
