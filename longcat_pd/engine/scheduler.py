@@ -1,9 +1,9 @@
 """What runs next, and what outputs mean for sequences. Pure: no event loop, no clock of its own, no rank.
 
-One rule makes plans: prompts first, as chunks within the token budget, up to ``pp_size`` plans in flight; else one step for
-all that decode, up to ``DECODE_PLANS`` in flight, so that ranks find the next one when they end a step. What a step brings
-for a sequence that an earlier one has ended is discarded; plans are executed in order, so its slot and its blocks come back
-with a plan behind that step.
+One rule makes plans: prompts first, as chunks within the token budget, one plan in flight for each pipeline stage; else one
+step for all that decode; and one more of each, so that ranks find the next one when they end a step. What a step brings for
+a sequence that an earlier one has ended is discarded; plans are executed in order, so its slot and blocks come back with
+a plan behind that step.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Scheduler:
         num_shards = parallel.cp_size * parallel.kvp_size
         self.room = Room(config, num_shards=num_shards, num_ranks=parallel.world_size)
         self._config = config
-        self._prefill_plans = parallel.pp_size  # in flight: one for each stage
+        self._prefill_plans = parallel.pp_size + 1  # one for each stage, and the next
         self._decode_plans = decode_plans
         self._eos_token_ids = eos_token_ids
         self._prefilling: dict[int, Sequence] = {}  # with prompt left to schedule; by slot, in order of arrival

@@ -47,27 +47,27 @@ def test_a_prompt_is_cut_at_block_borders_within_the_budget() -> None:
     s = scheduler(max_num_batched_tokens=10)  # two blocks of four
     seq = admitted(s, 19)
     s.start_prefill(seq, None)
-    seen = []
-    for _ in range(3):
-        plan = next_plan(s)
-        seen += chunks(plan)
-        assert s.next_plan(0.0) is None, "one plan in flight for each pipeline stage"
-        s.apply(answer(plan, s0=7) if plan.segments[0].is_last else answer(plan), 0.0)
-    assert seen == [(0, 0, 8, False), (0, 8, 8, False), (0, 16, 3, True)]
+    one, two = next_plan(s), next_plan(s)
+    assert s.next_plan(0.0) is None, "one plan in flight for each pipeline stage, and the next"
+    s.apply(answer(one), 0.0)
+    last = next_plan(s)
+    assert chunks(one) + chunks(two) + chunks(last) == [(0, 0, 8, False), (0, 8, 8, False), (0, 16, 3, True)]
+    s.apply(answer(two), 0.0)
+    s.apply(answer(last, s0=7), 0.0)
     assert seq.stage is Stage.PREFILLED and seq.num_computed == 19
 
 
-def test_as_many_plans_fly_as_there_are_stages_and_they_share_their_budget_among_prompts() -> None:
+def test_a_plan_flies_for_each_stage_and_one_more_and_they_share_their_budget_among_prompts() -> None:
     s = scheduler(ParallelConfig(pp_size=2), max_num_batched_tokens=8, num_blocks=64)
-    first, second = admitted(s, 3), admitted(s, 14)
+    first, second = admitted(s, 3), admitted(s, 22)
     s.start_prefill(first, None)
     s.start_prefill(second, None)
-    one, two = next_plan(s), next_plan(s)
+    one, two, three = next_plan(s), next_plan(s), next_plan(s)
     assert chunks(one) == [(0, 0, 3, True), (1, 0, 4, False)]
-    assert chunks(two) == [(1, 4, 8, False)]
+    assert chunks(two) + chunks(three) == [(1, 4, 8, False), (1, 12, 8, False)]
     assert s.next_plan(0.0) is None
     s.apply(answer(one, s0=7), 0.0)
-    assert chunks(next_plan(s)) == [(1, 12, 2, True)]
+    assert chunks(next_plan(s)) == [(1, 20, 2, True)]
     assert [a.slot for a in one.admit] == [0, 1] and not two.admit
 
 
@@ -152,10 +152,10 @@ def test_a_newcomer_waits_for_what_is_in_flight_only() -> None:
     first = next_plan(s)
     assert chunks(first) == [(1, 0, 4, False)]
     s.apply(answer(two, s0=9), 0.0)
-    assert s.next_plan(0.0) is None, "prompts come first, one chunk in flight for each stage"
-    s.apply(answer(first), 0.0)
     last = next_plan(s)
-    assert chunks(last) == [(1, 4, 2, True)]
+    assert chunks(last) == [(1, 4, 2, True)], "prompts come first"
+    assert s.next_plan(0.0) is None
+    s.apply(answer(first), 0.0)
     behind = next_plan(s)
     assert behind.phase == "decode" and [g.slot for g in behind.segments] == [0]
     s.apply(answer(last, s1=7), 0.0)
