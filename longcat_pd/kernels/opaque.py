@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longcat_pd.kernels.node import node
 from longcat_pd.kernels.ops import Ops
 from longcat_pd.kernels.reference import steady_table, table
 
@@ -106,7 +107,13 @@ def _calls(elements_each: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]
     return zip(*(torch.split(tensor, at_once) for tensor in tensors), strict=True)
 
 
-@torch.library.custom_op("longcat_pd::paged_attention", mutates_args=())
+def _paged_attention_shapes(
+    q: Tensor, positions: Tensor, keys: list[Tensor], block_starts: Tensor, scale: float, is_steady: bool
+) -> Pair:
+    return _results(q, keys, is_steady)
+
+
+@node(_paged_attention_shapes)
 def _paged_attention(
     q: Tensor, positions: Tensor, keys: list[Tensor], block_starts: Tensor, scale: float, is_steady: bool
 ) -> tuple[Tensor, Tensor]:
@@ -120,12 +127,11 @@ def _paged_attention(
     return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
 
 
-@_paged_attention.register_fake
-def _(q: Tensor, positions: Tensor, keys: list[Tensor], block_starts: Tensor, scale: float, is_steady: bool) -> Pair:
+def _sparse_attention_shapes(q: Tensor, picked: Tensor, keys: list[Tensor], scale: float, is_steady: bool) -> Pair:
     return _results(q, keys, is_steady)
 
 
-@torch.library.custom_op("longcat_pd::sparse_attention", mutates_args=())
+@node(_sparse_attention_shapes)
 def _sparse_attention(
     q: Tensor, picked: Tensor, keys: list[Tensor], scale: float, is_steady: bool
 ) -> tuple[Tensor, Tensor]:
@@ -138,17 +144,19 @@ def _sparse_attention(
     return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
 
 
-@_sparse_attention.register_fake
-def _(q: Tensor, picked: Tensor, keys: list[Tensor], scale: float, is_steady: bool) -> Pair:
-    return _results(q, keys, is_steady)
-
-
 def _results(q: Tensor, keys: list[Tensor], is_steady: bool) -> tuple[Tensor, Tensor]:
     sums, lead = torch.float64 if is_steady else torch.float32, q.shape[:3]
     return q.new_empty((*lead, _Keys(*keys).latent.shape[-1]), dtype=sums), q.new_empty(lead, dtype=sums)
 
 
-@torch.library.custom_op("longcat_pd::index_candidates", mutates_args=())
+def _index_candidates_shapes(
+    index_q: Tensor, weights: Tensor, keys: list[Tensor], high: Tensor, low: int, budget: int
+) -> tuple[Tensor, Tensor]:
+    shape = (*high.shape, budget)
+    return index_q.new_empty(shape, dtype=torch.float32), high.new_empty(shape)
+
+
+@node(_index_candidates_shapes)
 def _index_candidates(
     index_q: Tensor, weights: Tensor, keys: list[Tensor], high: Tensor, low: int, budget: int
 ) -> tuple[Tensor, Tensor]:
@@ -163,50 +171,42 @@ def _index_candidates(
     return torch.cat([scores for scores, _ in found]), torch.cat([positions for _, positions in found])
 
 
-@_index_candidates.register_fake
-def _(index_q: Tensor, weights: Tensor, keys: list[Tensor], high: Tensor, low: int, budget: int) -> tuple[Tensor, Tensor]:
-    shape = (*high.shape, budget)
-    return index_q.new_empty(shape, dtype=torch.float32), high.new_empty(shape)
+def _grouped_experts_shapes(
+    x: Tensor, expert_ids: Tensor, weights: Tensor, matrices: list[Tensor], is_steady: bool
+) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.float32)
 
 
-@torch.library.custom_op("longcat_pd::grouped_experts", mutates_args=())
+@node(_grouped_experts_shapes)
 def _grouped_experts(x: Tensor, expert_ids: Tensor, weights: Tensor, matrices: list[Tensor], is_steady: bool) -> Tensor:
     gate_up, down, *scales = matrices
     names = dict(zip(("gate_up_scale", "down_scale"), scales, strict=False))
     return _ops(is_steady).grouped_experts(x, expert_ids, weights=weights, gate_up=gate_up, down=down, **names)
 
 
-@_grouped_experts.register_fake
-def _(x: Tensor, expert_ids: Tensor, weights: Tensor, matrices: list[Tensor], is_steady: bool) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.float32)
+def _linear_int8_shapes(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
 
 
-@torch.library.custom_op("longcat_pd::linear_int8", mutates_args=())
+@node(_linear_int8_shapes)
 def _linear_int8(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return table().linear_int8(x, weight, scale)
 
 
-@_linear_int8.register_fake
-def _(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]))
+def _draw_shapes(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    return top_k.new_empty(logits.shape[:1])
 
 
-@torch.library.custom_op("longcat_pd::draw", mutates_args=())
+@node(_draw_shapes)
 def _draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
     return table().draw(logits, temperature=temperature, top_k=top_k, top_p=top_p, uniform=uniform)
 
 
-@_draw.register_fake
-def _(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-    return top_k.new_empty(logits.shape[:1])
+def _keyed_uniform_shapes(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
+    return seeds.new_empty(seeds.shape, dtype=torch.float64)
 
 
-@torch.library.custom_op("longcat_pd::keyed_uniform", mutates_args=())
+@node(_keyed_uniform_shapes)
 def _keyed_uniform(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
     """Sealed for another reason: every round uses its number twice, and a compiler that writes it out never ends."""
     return table().keyed_uniform(seeds, choices, positions)
-
-
-@_keyed_uniform.register_fake
-def _(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
-    return seeds.new_empty(seeds.shape, dtype=torch.float64)

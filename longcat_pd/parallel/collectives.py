@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
+from longcat_pd.kernels.node import node
+
 # Above so many bytes an all_reduce moves each rank's part only (two exchanges) instead of all parts to all ranks (one).
 _GATHER_AND_SUM_BYTES = 65536
 
@@ -106,8 +108,7 @@ class AxisGroup:
     def _exchange(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Part j goes to rank j; returns what each rank sent here, [size, ...]. Parts are contiguous, equal in shape."""
         assert self._group is not None, f"{self.name} has one rank"
-        received: torch.Tensor = _exchange(list(parts), self._group.group_name, self.rank)
-        return received
+        return _exchange(list(parts), self._group.group_name, self.rank)
 
     def _post_send(self, x: torch.Tensor, to: int) -> dist.Work:
         assert self._group is not None, f"{self.name} has one rank"
@@ -122,7 +123,11 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-@torch.library.custom_op("longcat_pd::exchange", mutates_args=())
+def _exchange_shapes(parts: list[torch.Tensor], group: str, rank: int) -> torch.Tensor:
+    return parts[rank].new_empty((len(parts), *parts[rank].shape))
+
+
+@node(_exchange_shapes)
 def _exchange(parts: list[torch.Tensor], group: str, rank: int) -> torch.Tensor:
     received = parts[rank].new_empty((len(parts), *parts[rank].shape))
     received[rank] = parts[rank]
@@ -135,11 +140,6 @@ def _exchange(parts: list[torch.Tensor], group: str, rank: int) -> torch.Tensor:
     for work in works:
         work.wait()
     return received
-
-
-@_exchange.register_fake
-def _(parts: list[torch.Tensor], group: str, rank: int) -> torch.Tensor:
-    return parts[rank].new_empty((len(parts), *parts[rank].shape))
 
 
 def _join(parts: torch.Tensor, dim: int) -> torch.Tensor:
