@@ -15,6 +15,7 @@ from longcat_pd.config.schema import InstanceSpec, ParallelConfig
 
 GIB, MIB = 1 << 30, 1 << 20
 PROCESS_BYTES = 48 << 20  # what a rank process has of its own before it loads anything
+COMPILER_BYTES = 512 << 20  # torch's compiler at its height; half of it stays
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
 
@@ -85,7 +86,7 @@ def _rank_memory(rank: int, spec: InstanceSpec, *, model: ModelConfig, stages: l
             "index keys": cached_tokens * index_keys * width,
             "drafts": _drafts(model, spec, cached_tokens=cached_tokens, width=width) if has_draft else 0,
             "workspace": _workspace(spec, model, width=width),
-            "process": PROCESS_BYTES,
+            "process": PROCESS_BYTES + COMPILER_BYTES * (spec.engine.exe_mode == "inductor"),
         },
     )
 

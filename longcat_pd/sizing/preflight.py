@@ -6,6 +6,8 @@ Asks this machine (sockets, /proc); knows no HTTP and starts nothing. Behind ``-
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -43,7 +45,11 @@ def inspect(spec: InstanceSpec, *, available_bytes: int | None = None) -> Prefli
     model = ModelConfig.load(spec.model.path)
     ranks = instance_memory(spec, model)
     available = free_memory_bytes() if available_bytes is None else available_bytes
-    findings = [*port_findings(ports_of(spec)), *memory_findings(spec, ranks, available_bytes=available)]
+    findings = [
+        *port_findings(ports_of(spec)),
+        *memory_findings(spec, ranks, available_bytes=available),
+        *compiler_findings(spec),
+    ]
     return Preflight(plan=tuple(plan_lines(spec, ranks)), findings=tuple(findings))
 
 
@@ -58,6 +64,8 @@ def plan_lines(spec: InstanceSpec, ranks: Sequence[RankMemory]) -> Iterator[str]
     chunk = f", {engine.max_num_batched_tokens} tokens a chunk" if spec.role != "decode" else ""
     yield f"  layers per stage {list(parallel.layers_per_stage)}; {blocks}"
     yield f"  max_model_len {engine.max_model_len}, {engine.max_num_seqs} sequences{chunk}"
+    if engine.exe_mode != "eager":
+        yield f"  {engine.exe_mode}: graphs for {list(engine.buckets)} sequences, kept in {engine.compile_cache}"
     yield "  ports " + ", ".join(f"{use.port} {use.purpose.removeprefix(spec.name).strip()}" for use in ports_of(spec))
     for rank in ranks:
         stage = f" (stage {stage_of(rank.rank, parallel)})" if parallel.pp_size > 1 else ""
@@ -85,6 +93,19 @@ def total_memory_findings(specs: Sequence[InstanceSpec], *, available_bytes: int
     if sum(needs.values()) > available_bytes:
         shares = ", ".join(f"{name} {need / GIB:.1f}" for name, need in needs.items())
         yield f"all instances need {sum(needs.values()) / GIB:.1f} GiB, {available_bytes / GIB:.1f} available: {shares}"
+
+
+def compiler_findings(spec: InstanceSpec) -> Iterator[str]:
+    """What a compiled step lacks on this machine."""
+    engine, section = spec.engine, f"{spec.role}.engine"
+    if engine.exe_mode != "inductor":
+        return
+    if shutil.which("g++") is None:
+        yield f"{section}.exe_mode=inductor: compiles with g++, which is not on PATH; install it or use eager"
+    folder = Path(engine.compile_cache)
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        yield f"{section}.compile_cache={folder}: {there} is no folder that this user can write to"
 
 
 def free_memory_bytes() -> int:

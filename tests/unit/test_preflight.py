@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+
+import pytest
 
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.resolve import instance_spec, load
 from longcat_pd.sizing.memory import instance_memory
-from longcat_pd.sizing.preflight import free_memory_bytes, memory_findings, plan_lines, total_memory_findings
+from longcat_pd.sizing.preflight import (
+    compiler_findings,
+    free_memory_bytes,
+    memory_findings,
+    plan_lines,
+    total_memory_findings,
+)
 from tests.unit.test_resolve import cluster
 
 __all__ = ["cluster"]
@@ -57,3 +66,20 @@ def test_instances_that_fit_alone_may_not_fit_together(cluster: Path) -> None:
 
 def test_free_memory_is_a_sane_number() -> None:
     assert 1 << 20 < free_memory_bytes() < 1 << 50
+
+
+def test_a_compiled_step_wants_a_compiler_and_a_folder(
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def findings(folder: Path) -> list[str]:
+        settings = ["decode.engine.exe_mode=inductor", f"decode.engine.compile_cache={folder}"]
+        return list(compiler_findings(instance_spec(load(cluster, settings), "d0")))
+
+    assert not findings(tmp_path / "not" / "yet" / "there")
+    assert not list(compiler_findings(instance_spec(load(cluster), "d0")))
+    (tmp_path / "file").write_text("")
+    (line,) = findings(tmp_path / "file" / "folder")
+    assert line.startswith("decode.engine.compile_cache=") and "no folder that this user can write to" in line
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    (line,) = findings(tmp_path)
+    assert line == "decode.engine.exe_mode=inductor: compiles with g++, which is not on PATH; install it or use eager"
