@@ -27,6 +27,11 @@ def code_digest() -> str:
     return total.hexdigest()[:16]
 
 
+def short_digest(facts: Facts) -> str:
+    """Equal for equal facts; short enough for a file name."""
+    return hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:8]
+
+
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
     """One graph's place in the cache.
@@ -66,6 +71,8 @@ class CacheEntry:
             record = json.loads(path.read_text())
             stored, digest = record["facts"], record["sha256"]
         except (ValueError, KeyError, TypeError):
+            return "its record is damaged"
+        if not isinstance(stored, dict):
             return "its record is damaged"
         changed = sorted(name for name in {*stored, *self.facts} if stored.get(name) != self.facts.get(name))
         if changed:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longcat_pd.config.schema import EngineConfig, RankSpec
-from longcat_pd.engine.compile_cache import CacheEntry, code_digest
+from longcat_pd.engine.compile_cache import CacheEntry, code_digest, short_digest
 from longcat_pd.engine.decode_step import DecodeStep
 from longcat_pd.log import logger
 
@@ -41,12 +41,15 @@ class StepForms:
         self.num_compilations = 0
         engine = spec.instance.engine
         if engine.exe_mode in COMPILERS:
-            own = {
-                "code": code_digest(),
+            shape = {
+                **facts,
                 "layout": f"{spec.instance.parallel} rank {spec.rank}",
                 "state": repr(step.state.shape),
+                "cache": f"{engine.num_blocks} blocks of {engine.block_size}",
             }
-            self._compile(engine, {**facts, **own}, name=f"{facts['model']}-rank{spec.rank}")
+            # configurations of one checkpoint keep their graphs side by side
+            name = f"{facts['model']}-{short_digest(shape)}-rank{spec.rank}"
+            self._compile(engine, {**shape, "code": code_digest()}, name=name)
 
     def run(self, slots: Sequence[int], lengths: tuple[int, ...]) -> Found:
         """See ``DecodeStep.forward``; ``lengths`` bound what a step that is not compiled looks at."""

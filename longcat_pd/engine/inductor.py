@@ -47,6 +47,7 @@ def compiled(step: nn.Module, num_seqs: int, entry: CacheEntry) -> tuple[Form, b
     with temporary_cache_dir(str(entry.folder / "kernels")):
         is_new = not entry.is_fresh()
         if is_new:
+            _probe(entry.folder)
             _compile(step, places, [*tensors, slots], entry)
         graph = CompiledArtifact.load(path=str(entry.artifact), format="binary")
 
@@ -100,8 +101,20 @@ def _described(tensors: list[Tensor]) -> str:
 
 
 def _make_folder(folder: Path) -> None:
-    try:
+    with _refusing(folder):
         (folder / "kernels").mkdir(parents=True, exist_ok=True, mode=0o700)
+
+
+def _probe(folder: Path) -> None:
+    """Whether a graph can be written there is better known before it is compiled."""
+    with _refusing(folder):
+        tempfile.TemporaryFile(dir=folder).close()
+
+
+@contextlib.contextmanager
+def _refusing(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         text = f"engine.compile_cache={folder}: {error.strerror}"
         raise ConfigError(text, param="engine.compile_cache") from error

@@ -66,7 +66,7 @@ def on_ranks(specs: Sequence[RankSpec], task: Callable[..., R], *arguments: obje
     context.set_forkserver_preload(["torch", "longcat_pd.engine.runner"])
     with ProcessPoolExecutor(len(specs), mp_context=context) as pool:
         futures = [pool.submit(_joined, spec, task, arguments) for spec in specs]
-        return [future.result(timeout=120) for future in futures]
+        return [future.result(timeout=900) for future in futures]  # a rank may have to compile its step
 
 
 def run_plans(spec: RankSpec, mesh: Mesh, plans: Sequence[StepPlan]) -> list[StepOutput]:

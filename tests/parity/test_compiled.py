@@ -168,3 +168,105 @@ def test_what_stands_in_the_row_of_padding_does_not_matter(cold: Cold) -> None:
     for name in [entry.name for entry in runner.cache.spec.entries]:
         runner.cache.tensor(name)[0] = 1e3
     assert life_of(runner, spec, CROWD) == cold.found
+
+
+# -- the other variants
+
+
+SMALL = [  # what else there is in a step: no draft layer, fewer drafts, no indexer, no n-grams
+    ("2.0", 0),
+    ("2.0", 1),
+    ("2.0", 2),
+    ("lite", 0),
+    ("chat+predictable", 3),
+    ("lite-sparse+predictable", 3),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "num_drafts"), SMALL)
+def test_other_variants(tiny: MakeCheckpoint, cache: Path, variant: str, num_drafts: int) -> None:
+    spec = spec_of(tiny(variant), num_drafts)
+    eager, _ = said_by(spec, CROWD)
+    found, runner = said_by(compiled(spec, cache), CROWD)
+    assert difference(found, eager) < LIMIT
+    assert num_compilations(runner) == 1
+
+
+@pytest.mark.slow
+def test_int8(tiny: MakeCheckpoint, cache: Path, tmp_path: Path) -> None:
+    """What is quantised behind a sum of other bits moves by a whole step: so there are no other bits."""
+    quantize(tiny("2.0+predictable"), tmp_path / "int8")
+    spec = spec_of(tmp_path / "int8", 3)
+    eager, _ = said_by(spec, CROWD)
+    found, _ = said_by(compiled(spec, cache), CROWD)
+    assert difference(found, eager) < LIMIT
+
+
+@pytest.mark.slow
+def test_bfloat16(tiny: MakeCheckpoint, cache: Path) -> None:
+    """A graph rounds to bfloat16 at fewer places; where that decides between two tokens, texts part."""
+    spec = spec_of(tiny("2.0+predictable", dtype="bfloat16"), 3)
+    spec = replace(spec, instance=replace(spec.instance, model=replace(spec.instance.model, dtype="bfloat16")))
+    eager, _ = said_by(spec, CROWD)
+    found, _ = said_by(compiled(spec, cache), CROWD)
+    same, largest = 0, 0.0
+    for one, other in zip(found, eager, strict=True):
+        same += one.ids == other.ids
+        for mine, theirs, a, b in zip(one.ids, other.ids, one.logprobs, other.logprobs, strict=True):
+            if mine != theirs:
+                break
+            largest = max(largest, abs(a - b))
+    assert same >= len(LENGTHS) - 2
+    assert largest < 0.1
+
+
+def life_on_rank(spec: RankSpec, mesh: Mesh) -> tuple[list[Said], int]:
+    runner = ModelRunner(spec, mesh)
+    said = life_of(runner, spec, CROWD)
+    runner.close()
+    return said, num_compilations(runner)
+
+
+@pytest.mark.slow
+def test_ranks_of_a_group(tiny: MakeCheckpoint, cache: Path) -> None:
+    """Each rank has a graph of its own, with the collectives inside; all draft and accept alike."""
+    path, parallel = tiny("2.0+predictable"), ParallelConfig(kvp_size=2, attn_tp_size=2)
+    alone, _ = said_by(spec_of(path, 3), CROWD)
+    specs = rank_specs(path, parallel, num_blocks=NUM_BLOCKS, num_drafts=3, timeout_s=600.0)
+    specs = [with_engine(spec, max_num_seqs=SLOTS, max_model_len=128) for spec in specs]
+    (eager, _), _ = on_ranks(specs, life_on_rank)
+    for expected_compilations in (1, 0):
+        (found, first), (_, second) = on_ranks([compiled(spec, cache) for spec in specs], life_on_rank)
+        assert difference(found, eager) < LIMIT
+        assert difference(found, alone) < 1e-4
+        assert (first, second) == (expected_compilations, expected_compilations)
+
+
+PATTERNS = ((0, 0, 0, 0, 0), (1, 1, 1, 1, 1), (2, 2, 2, 2, 2), (3, 3, 3, 3, 3), (0, 3, 1, 2, 3), (3, 0, 2, 2, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["2.0", "lite"])
+def test_every_pattern_of_acceptance(tiny: MakeCheckpoint, cache: Path, variant: str) -> None:
+    """One graph for all patterns: they are in a buffer of the source of drafts."""
+    some, crowd = work()[-SLOTS:], Crowd(at_once=SLOTS, joining=SLOTS)
+    plain = spec_of(tiny(variant), 0)
+
+    def answers(runner: ModelRunner, num_drafts: int) -> list[Said]:
+        return Life(runner, num_drafts=num_drafts, num_ranks=1, block_size=BLOCK_SIZE).answers(some, crowd)
+
+    truth = answers(ModelRunner(plain, Mesh.single()), 0)
+    whole = [one.prompt + said.ids for one, said in zip(some, truth, strict=True)]
+    spec = compiled(spec_of(tiny(variant), 3), cache)
+    compilations = []
+    for pattern in PATTERNS:
+        loaded = load_rank_model(compiled(plain, cache), Mesh.single())  # without the layer, of which "lite" has none
+        runner = ModelRunner(spec, Mesh.single(), loaded=loaded, make_drafts=scripted(whole, pattern))
+        found = answers(runner, 3)
+        compilations.append(num_compilations(runner))
+        for said, expected in zip(found, truth, strict=True):
+            assert said.ids == expected.ids
+            assert said.logprobs == pytest.approx(expected.logprobs, abs=LIMIT)
+            assert said.runs[:-1] == [1 + pattern[i % len(pattern)] for i in range(len(said.runs) - 1)]
+    assert compilations == [1, 0, 0, 0, 0, 0]

@@ -297,3 +297,71 @@ def test_another_quantisation_is_refused_before_anything_is_loaded(cluster: Path
     path = cluster.parent / "weights" / "longcat-tiny" / "config.json"
     path.write_text(json.dumps({**CHECKPOINT, "quantization_config": {"quant_method": "fp8"}}))
     assert any("quantization_config.quant_method: fp8 is not supported" in line for line in refusal(cluster))
+
+
+# -- compiled steps
+
+
+def test_graphs_have_sizes_and_a_folder_only_where_they_are_compiled(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config = load(cluster, ["decode.engine.exe_mode=inductor"])
+    assert config.prefill is not None and config.decode is not None
+    assert (config.prefill.engine.exe_mode, config.prefill.engine.buckets) == ("eager", ())
+    assert config.prefill.engine.compile_cache == ""
+    assert config.decode.engine.buckets == (1, 8)
+    assert config.decode.engine.compile_cache == str(tmp_path / "home" / ".cache" / "longcat_pd" / "compiled")
+
+
+def test_sizes_are_ascending_and_each_once(cluster: Path) -> None:
+    several = load(cluster, ["decode.engine.exe_mode=inductor", "decode.engine.buckets=[8, 2, 4, 2]"])
+    assert several.decode is not None and several.decode.engine.buckets == (2, 4, 8)
+    one = load(cluster, ["decode.engine.exe_mode=inductor", "decode.engine.max_num_seqs=1"])
+    assert one.decode is not None and one.decode.engine.buckets == (1,)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ["decode.engine.buckets=[1, 4]"],
+            "decode.engine.buckets=[1, 4]: the largest must be the 8 slots of a group (decode.engine.max_num_seqs)",
+        ),
+        (
+            ["decode.engine.buckets=[1, 16]"],
+            "decode.engine.buckets=[1, 16]: the largest must be the 8 slots of a group (decode.engine.max_num_seqs)",
+        ),
+        (["decode.engine.buckets=[0, 8]"], "decode.engine.buckets=[0, 8]: must be at least 1"),
+        (
+            ["prefill.engine.exe_mode=inductor"],
+            "prefill.engine.exe_mode=inductor: compiles decode steps; a prefill pool has none, leave it eager",
+        ),
+        (["decode.engine.exe_mode=fast"], "decode.engine.exe_mode=fast: must be one of eager, inductor"),
+    ],
+)
+def test_what_cannot_be_compiled(cluster: Path, overrides: list[str], line: str) -> None:
+    assert refusal(cluster, "decode.engine.exe_mode=inductor", *overrides) == [line]
+
+
+def test_sizes_do_not_matter_to_who_compiles_nothing(cluster: Path) -> None:
+    config = load(cluster, ["decode.engine.buckets=[1, 4]"])
+    assert config.decode is not None and config.decode.engine.buckets == (1, 4)
+
+
+def test_the_folder_of_graphs_is_anchored_where_it_is_written(
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.write_text(CLUSTER.replace("max_num_seqs: 8}", "max_num_seqs: 8, exe_mode: inductor, compile_cache: graphs}"))
+    monkeypatch.chdir(tmp_path / "weights")
+    config = load(cluster)
+    assert config.decode is not None and config.decode.engine.compile_cache == str(tmp_path / "graphs")
+    config = load(cluster, ["decode.engine.compile_cache=here"])
+    assert config.decode is not None and config.decode.engine.compile_cache == str(tmp_path / "weights" / "here")
+    spec = standalone(
+        str(tmp_path / "weights" / "longcat-tiny"),
+        ["engine.exe_mode=inductor", "engine.compile_cache=there", "engine.max_num_seqs=4"],
+        host="127.0.0.1",
+        port=30000,
+    )
+    assert spec.engine.compile_cache == str(tmp_path / "weights" / "there") and spec.engine.buckets == (1, 4)

@@ -1,0 +1,155 @@
+"""engine/graph.py with a compiler of a few lines: sizes, padding, what is cut off, what is counted, what graphs depend on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longcat_pd.config.schema import ParallelConfig, RankSpec
+from longcat_pd.engine import graph
+from longcat_pd.engine.compile_cache import CacheEntry
+from longcat_pd.engine.decode_state import DecodeShape
+from longcat_pd.engine.graph import Found, StepForms
+from tests.compiled import with_engine
+from tests.parity.gloo import rank_specs
+
+SLOTS, WINDOW, VOCAB = 16, 4, 5
+SHAPE = DecodeShape(num_slots=SLOTS, num_columns=4, block_size=8, num_drafts=3, ngram_order=0, hidden_size=2)
+
+
+class Step:
+    """Says the numbers of its slots."""
+
+    def __init__(self) -> None:
+        self.state = SimpleNamespace(padding=SLOTS, shape=SHAPE, num_tokens=torch.zeros(SLOTS + 1))
+        self.calls: list[tuple[list[int], tuple[int, ...]]] = []
+
+    def __call__(self, slots: Tensor, lengths: tuple[int, ...]) -> Found:
+        self.calls.append((slots.tolist(), lengths))
+        rows = slots.view(-1, 1)
+        return rows.expand(-1, WINDOW), slots, rows.unsqueeze(2).expand(-1, WINDOW, VOCAB).float()
+
+
+class Compiler:
+    """Compiles nothing; sizes in ``stored`` come from the cache."""
+
+    def __init__(self, *stored: int) -> None:
+        self.stored = stored
+        self.asked: list[tuple[int, CacheEntry]] = []
+
+    def __call__(self, step: Any, num_seqs: int, entry: CacheEntry) -> tuple[Callable[[Tensor], Found], bool]:
+        self.asked.append((num_seqs, entry))
+
+        def form(slots: Tensor) -> Found:
+            assert len(slots) == num_seqs, "a graph has one size"
+            return step(slots, ())
+
+        return form, num_seqs not in self.stored
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[StepForms, Step]]:
+    def made(compiler: Compiler, *buckets: int, spec: RankSpec | None = None, **facts: str) -> tuple[StepForms, Step]:
+        module = ModuleType("fake_compiler")
+        module.compiled = compiler  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "fake_compiler", module)
+        monkeypatch.setattr(graph, "COMPILERS", {"inductor": "fake_compiler"})
+        spec = spec or rank_specs(tmp_path, ParallelConfig())[0]
+        mode = "inductor" if buckets else "eager"
+        spec = with_engine(spec, exe_mode=mode, buckets=buckets, compile_cache=str(tmp_path))
+        step = Step()
+        return StepForms(step, spec, {"model": "m", "dtype": "float32", **facts}), step  # type: ignore[arg-type]
+
+    return made
+
+
+Make = Callable[..., tuple[StepForms, Step]]
+
+
+def test_eager_mode_takes_every_batch_as_it_is(make: Make) -> None:
+    compiler = Compiler()
+    forms, step = make(compiler)
+    drawn, counts, logits = forms.run([3, 1, 2], (9, 8, 7))
+    assert step.calls == [([3, 1, 2], (9, 8, 7))]
+    assert counts.tolist() == [3, 1, 2] and drawn.shape == (3, WINDOW) and logits.shape == (3, WINDOW, VOCAB)
+    assert compiler.asked == [] and forms.num_compilations == 0
+
+
+@pytest.mark.parametrize(
+    ("count", "size"), [(1, 1), (2, 4), (3, 4), (4, 4), (5, SLOTS), (SLOTS - 1, SLOTS), (SLOTS, SLOTS)]
+)
+def test_a_batch_is_padded_to_the_next_size_and_the_padding_cut_off(make: Make, count: int, size: int) -> None:
+    forms, step = make(Compiler(), 1, 4, SLOTS)
+    slots = list(range(count))[::-1]
+    drawn, counts, logits = forms.run(slots, (9,) * count)
+    ((asked, lengths),) = step.calls
+    assert asked == slots + [SLOTS] * (size - count) and lengths == ()
+    assert counts.tolist() == slots
+    assert drawn.tolist() == [[slot] * WINDOW for slot in slots]
+    assert logits[:, 0, 0].tolist() == [float(slot) for slot in slots]
+
+
+def test_all_sizes_are_compiled_before_the_first_step_and_none_later(make: Make) -> None:
+    compiler = Compiler()
+    forms, _ = make(compiler, SLOTS, 1, 4)
+    assert [size for size, _ in compiler.asked] == [1, 4, SLOTS] and forms.num_compilations == 3
+    for count in (1, 7, 2, SLOTS, 3):
+        forms.run(list(range(count)), ())
+    assert len(compiler.asked) == 3 and forms.num_compilations == 3
+
+
+def test_what_comes_from_the_cache_is_not_counted(make: Make) -> None:
+    forms, _ = make(Compiler(1, SLOTS), 1, 4, SLOTS)
+    assert forms.num_compilations == 1
+    forms, _ = make(Compiler(1, 4, SLOTS), 1, 4, SLOTS)
+    assert forms.num_compilations == 0
+
+
+def entry(make: Make, spec: RankSpec, **facts: str) -> CacheEntry:
+    compiler = Compiler()
+    make(compiler, SLOTS, spec=spec, **facts)
+    return compiler.asked[0][1]
+
+
+def test_a_graph_depends_on_everything_that_shapes_it(make: Make, tmp_path: Path) -> None:
+    """Configurations have places of their own; code and libraries make a graph in its place stale."""
+    specs = rank_specs(tmp_path, ParallelConfig(kvp_size=2, attn_tp_size=2))
+    one = entry(make, specs[0])
+    assert one.facts["num_seqs"] == str(SLOTS) and "code" in one.facts and one.facts == entry(make, specs[0]).facts
+    others = [
+        entry(make, specs[1]),
+        entry(make, rank_specs(tmp_path, ParallelConfig())[0]),
+        entry(make, specs[0], model="n"),
+        entry(make, specs[0], dtype="bfloat16"),
+        entry(make, with_engine(specs[0], num_blocks=9)),
+    ]
+    places = [one.artifact, *(other.artifact for other in others)]
+    assert len({*places}) == len(places)
+    for other in others:
+        assert other.facts != one.facts
+
+
+def test_sizes_have_places_of_their_own_and_new_code_has_not(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Compiler()
+    make(compiler, 1, SLOTS)
+    (_, small), (_, large) = compiler.asked
+    assert small.artifact != large.artifact and small.facts != large.facts
+    monkeypatch.setattr(graph, "code_digest", lambda: "new")
+    make(compiler, SLOTS)
+    assert compiler.asked[-1][1].artifact == large.artifact
+    assert compiler.asked[-1][1].facts == {**large.facts, "code": "new"}
+
+
+def test_the_shape_of_the_state_is_a_fact(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec = rank_specs(tmp_path, ParallelConfig())[0]
+    one = entry(make, spec)
+    monkeypatch.setattr(sys.modules[__name__], "SHAPE", replace(SHAPE, num_drafts=2))
+    assert entry(make, spec).artifact != one.artifact

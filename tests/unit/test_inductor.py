@@ -1,0 +1,86 @@
+"""engine/inductor.py up to where it would compile: what a machine and a folder must have, and what a graph depends on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from longcat_pd.engine import inductor
+from longcat_pd.engine.compile_cache import CacheEntry
+from longcat_pd.errors import ConfigError
+
+
+class Step(nn.Module):
+    def __init__(self, size: int = 3) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size, 2))
+        self.state = nn.Buffer(torch.zeros(4, dtype=torch.int64))
+        self.part = nn.Linear(2, 2)
+        self.again = self.part  # a part that two others share
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[CacheEntry]:
+    """The entries that would have been compiled, after which there is an artifact that cannot be loaded."""
+    found: list[CacheEntry] = []
+
+    def noting(_step: nn.Module, _places: Any, _example: Any, entry: CacheEntry) -> None:
+        found.append(entry)
+        (entry.folder / "x.part").write_bytes(b"")
+        entry.commit(entry.folder / "x.part")
+
+    monkeypatch.setattr(inductor, "_compile", noting)
+    monkeypatch.setattr(inductor.CompiledArtifact, "load", lambda **_: None)
+    return found
+
+
+def test_a_machine_without_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"engine\.exe_mode=inductor: needs g\+\+ on this machine") as caught:
+        inductor.compiled(Step(), 2, CacheEntry(tmp_path / "c", "m", {}))
+    assert caught.value.param == "engine.exe_mode"
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"engine\.compile_cache=.*file/c: Not a directory") as caught:
+        inductor.compiled(Step(), 2, CacheEntry(tmp_path / "file" / "c", "m", {}))
+    assert caught.value.param == "engine.compile_cache"
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_compiled(
+    tmp_path: Path, compilations: list[CacheEntry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is fresh in it may be used all the same."""
+    entry = CacheEntry(tmp_path, "m", {"code": "0"})
+    inductor.compiled(Step(), 2, entry)
+
+    def refused(dir: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(inductor.tempfile, "TemporaryFile", refused)
+    _, is_new = inductor.compiled(Step(), 2, entry)
+    assert not is_new and len(compilations) == 1
+    with pytest.raises(ConfigError, match=r"engine\.compile_cache=.*: Permission denied"):
+        inductor.compiled(Step(), 2, CacheEntry(tmp_path, "m", {"code": "1"}))
+    assert len(compilations) == 1
+
+
+def test_shapes_of_tensors_and_versions_are_facts(tmp_path: Path, compilations: list[CacheEntry]) -> None:
+    entry = CacheEntry(tmp_path, "m", {"code": "0"})
+    assert inductor.compiled(Step(), 2, entry)[1]
+    assert not inductor.compiled(Step(), 2, entry)[1]
+    assert inductor.compiled(Step(4), 2, entry)[1]
+    facts = compilations[0].facts
+    assert {*facts} == {"code", "torch", "python", "compiler", "processor", "options", "tensors"}
+    assert facts["torch"] == torch.__version__ and all(facts.values())
+    # each tensor once, parameters of a module before its buffers
+    described = "float32(3, 2)(2, 1) int64(4,)(1,) float32(2, 2)(2, 1) float32(2,)(1,)"
+    assert facts["tensors"] == described
+    changed = {name for name in facts if facts[name] != compilations[1].facts[name]}
+    assert changed == {"tensors"}
