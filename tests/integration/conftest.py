@@ -1,5 +1,6 @@
-"""Small checkpoints for tests that run processes."""
+"""Small checkpoints and compiled steps for tests that run processes."""
 
+from tests.graphs import graphs
 from tests.parity.conftest import tiny
 
-__all__ = ["tiny"]
+__all__ = ["graphs", "tiny"]

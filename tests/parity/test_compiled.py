@@ -136,7 +136,8 @@ def test_padding_leaves_nothing_behind(cold: Cold) -> None:
     state, pool = runner._decoder._state, GroupPool(0, 1, NUM_BLOCKS)
     some = work()[6:]
     admits = tuple(
-        admit(pool, slot, one.prompt, block_size=BLOCK_SIZE, room=20, sampling=one.sampling) for slot, one in enumerate(some)
+        admit(pool, slot, one.prompt, block_size=BLOCK_SIZE, room=20, sampling=one.sampling)
+        for slot, one in enumerate(some)
     )
     whole = tuple(Segment(slot=s, start=0, num_tokens=len(one.prompt), is_last=True) for s, one in enumerate(some))
     runner.execute(StepPlan(step_id=1, phase="prefill", admit=admits, segments=whole))

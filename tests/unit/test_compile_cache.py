@@ -96,9 +96,7 @@ def test_damaged_bytes(tmp_path: Path, lines: io.StringIO, content: bytes) -> No
     put(entry_of(tmp_path))
     entry_of(tmp_path).artifact.write_bytes(content)
     assert not entry_of(tmp_path).is_fresh()
-    assert said(lines) == [
-        'compile_cache_stale graph=m-rank0-seqs8 reason="its bytes are not those that were written"'
-    ]
+    assert said(lines) == ['compile_cache_stale graph=m-rank0-seqs8 reason="its bytes are not those that were written"']
 
 
 @pytest.mark.parametrize("suffix", ["graph", "json"])
