@@ -80,13 +80,18 @@ class Processes:
 
 
 def ranks_of(driver: Process) -> list[int]:
-    """Ids of its rank processes by rank: the children of its forkserver, which is a child of the driver."""
+    """Ids of its rank processes by rank."""
+    return children_of_forkservers(driver.pid)
+
+
+def children_of_forkservers(driver: int) -> list[int]:
+    """The rank processes of a driver are children of its forkserver, which is a child of the driver."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             text = stat.read_text(encoding="utf-8", errors="replace")
             parents[int(stat.parent.name)] = int(text[text.rindex(")") + 2 :].split()[1])
-    return sorted(pid for pid, parent in parents.items() if parents.get(parent) == driver.pid)
+    return sorted(pid for pid, parent in parents.items() if parents.get(parent) == driver)
 
 
 async def ready(url: str, client: httpx.AsyncClient, seconds: float = READY_S) -> None:

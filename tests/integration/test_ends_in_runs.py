@@ -143,7 +143,7 @@ async def test_the_engine_ends_inside_a_run(model: Path, num_drafts: int) -> Non
         kind = "length" if reason is FinishReason.LENGTH else "eos" if stop is None else "stop"
         assert kind == "eos" or sampling.ignore_eos or len(ids_of(mine)) == LONG
         seen[kind].update(places(mine, runs))
-    inside = {place for place in range(1, num_drafts + 1)}
+    inside = {*range(1, num_drafts + 1)}
     for kind, ends in seen.items():
         assert {place for place, run in ends if run > place} == inside, f"{kind} ended with more accepted behind it"
 

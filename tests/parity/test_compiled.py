@@ -1,4 +1,4 @@
-"""exe_mode inductor against eager: the same ids, the same accepted runs, log-probs within rounding; cold and from the cache.
+"""exe_mode inductor against eager: the same ids and accepted runs, log-probs within rounding; cold and from the cache.
 
 One graph is compiled in the default suite, the one that covers most: sparse attention, n-grams, three drafts of which most
 are right, rows of padding, sequences that come and go, greedy and drawn. The other variants are slow.

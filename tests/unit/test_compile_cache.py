@@ -1,4 +1,4 @@
-"""engine/compile_cache.py: which stored graphs may be used, what is said of those that may not, and nothing half-written."""
+"""engine/compile_cache.py: which stored graphs may be used, what is said of the others, and nothing half-written."""
 
 from __future__ import annotations
 

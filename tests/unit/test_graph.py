@@ -1,4 +1,4 @@
-"""engine/graph.py with a compiler of a few lines: sizes, padding, what is cut off, what is counted, what graphs depend on."""
+"""engine/graph.py with a compiler of a few lines: sizes, padding, what is cut off and counted, what graphs depend on."""
 
 from __future__ import annotations
 
