@@ -33,6 +33,7 @@ def body(draw: random.Random) -> dict[str, Any]:
         "top_k": draw.choice((0, 5, 50)),
         "seed": draw.randrange(1000),
         "ignore_eos": draw.random() < 0.5,
+        "return_token_ids": True,  # there is no tokenizer
     }
     if draw.random() < 0.3:
         fields["stop_token_ids"] = [draw.randrange(32, 1000) for _ in range(60)]
