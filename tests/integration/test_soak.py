@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +43,26 @@ def body(draw: random.Random) -> dict[str, Any]:
     return fields
 
 
-async def serve(topology: Topology, fields: dict[str, Any], leaves: int | None) -> None:
-    """To its end, or until the client leaves behind so many lines of its stream."""
-    if leaves is None:
+@dataclass(frozen=True)
+class Leaving:
+    """After so many lines of the stream, and a while."""
+
+    lines: int
+    seconds: float
+
+
+async def serve(topology: Topology, fields: dict[str, Any], leaving: Leaving | None) -> None:
+    """To its end, or until the client leaves."""
+    if leaving is None:
         answer = await topology.client.post("/v1/completions", json=fields)
         assert answer.status_code == 200, answer.text
         return
     async with topology.client.stream("POST", "/v1/completions", json={**fields, "stream": True}) as answer:
         assert answer.status_code == 200
         lines = answer.aiter_lines()
-        for _ in range(leaves):
+        for _ in range(leaving.lines):
             await anext(lines, None)
+        await asyncio.sleep(leaving.seconds)
 
 
 async def gauge(client: httpx.AsyncClient, name: str) -> float:
@@ -77,23 +87,26 @@ async def test_nothing_is_compiled_and_nothing_grows(tiny: MakeCheckpoint, tmp_p
         assert compiled in ({0.0}, {1.0})
         sizes, free = list[float](), asyncio.Semaphore(AT_ONCE)
 
-        async def one(number: int, fields: dict[str, Any], leaves: int | None) -> None:
+        async def one(number: int, fields: dict[str, Any], leaving: Leaving | None) -> None:
             async with free:
-                await serve(topology, fields, leaves)
+                await serve(topology, fields, leaving)
             if number % SAMPLE_EVERY == 0:
                 sizes.append(resident_mib(rank))
                 compiled.add(await gauge(topology.client, "longcat_pd_compilations"))
 
-        some = [
-            (number, body(draw), draw.choice((1, 2, 4)) if draw.random() < 0.2 else None) for number in range(NUM_REQUESTS)
-        ]
+        some = []
+        for number in range(NUM_REQUESTS):
+            leaving = Leaving(draw.choice((0, 1, 2, 4)), draw.choice((0.0, 0.0, 0.01, 0.05)))
+            some.append((number, body(draw), leaving if draw.random() < 0.2 else None))
         await asyncio.gather(*(one(*each) for each in some))
         await topology.idle_within()
         again = await topology.complete(**PROBE)
+        cancelled = await gauge(topology.client, "longcat_pd_cancels")
         acceptance = topology.parts["standalone"].engine.acceptance.mean()
     assert (again["token_ids"], again["finish_reason"]) == (alone["token_ids"], alone["finish_reason"])
     assert len(compiled) == 1, "compiled while serving"
     fifth = len(sizes) // 5
     second, last = statistics.median(sizes[fifth : 2 * fifth]), statistics.median(sizes[-fifth:])
-    print(f"rank: {second:.1f} MiB, then {last:.1f} MiB; mean accepted run {acceptance}")
+    print(f"rank: {second:.1f} MiB, then {last:.1f} MiB; mean accepted run {acceptance}; {cancelled:.0f} cancelled")
+    assert cancelled > 30
     assert last - second < GROWTH_MIB
