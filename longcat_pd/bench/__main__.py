@@ -1,4 +1,4 @@
-"""`make bench`: prefill + decode against one engine, one engine against transformers, start-up and memory.
+"""`make bench`: the decode step by itself, prefill + decode against one engine, one engine against transformers, memory.
 
 Whatever is compared is measured in the same run, in turn, so that ratios hold where absolute times do not.
 """
@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,8 +16,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from longcat_pd.bench import ahead, client, report
-from longcat_pd.bench.report import Row
+from longcat_pd.bench import ahead, client, report, steps
+from longcat_pd.bench.prefixes import prefix_rows
+from longcat_pd.bench.report import Row, compared
 from longcat_pd.bench.servers import Served, cluster, cpu_share, engine, make_checkpoint, resident_mib
 
 CHAT_SIZES = ("hidden_size=256", "num_layers=4", "ffn_hidden_size=512", "expert_ffn_hidden_size=128", "n_routed_experts=24")
@@ -49,7 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="longcat-bench-") as scratch:
         folder = Path(scratch)
-        rows = [*pair_rows(folder, rounds=options.rounds), *rate_rows(folder, num_tokens=options.tokens)]
+        rows = [
+            *steps.step_rows(folder),
+            *steps.int8_rows(folder),
+            *pair_rows(folder, rounds=options.rounds),
+            *rate_rows(folder, num_tokens=options.tokens),
+        ]
     figures = report.table(_machine(), rows)
     sys.stdout.write(figures + "\n")
     if options.write:
@@ -73,6 +78,7 @@ def pair_rows(folder: Path, *, rounds: int) -> Iterator[Row]:
                 yield compared(
                     f"first token, prompt {length}, {name}", times["pair"], times["alone"], unit="ms", goal="≤ 1.25"
                 )
+            yield from prefix_rows({name: pair.url, f"one engine beside {name}": alone.url}, block_size=16)
             yield _early_row(name)
             rates = [asyncio.run(_rates(urls, seed=seed)) for seed in range(4)][1:]
             ours, other = [rate["pair"] for rate in rates], [rate["alone"] for rate in rates]
@@ -81,16 +87,6 @@ def pair_rows(folder: Path, *, rounds: int) -> Iterator[Row]:
             yield Row(what=f"start until ready, {name}", ours=f"{pair.start_s:.1f} s", goal="≤ 60 s")
             yield from _memory_rows(name, pair)
             yield _idle_row(name, pair)
-
-
-def compared(
-    what: str, ours: Sequence[float], other: Sequence[float], *, unit: str, goal: str, them: str = "one engine"
-) -> Row:
-    """Medians, and the median of the ratios of what was measured in turn: a burst of other load hits both of a turn."""
-    factor, digits = (1000, 1) if unit else (1, 0)
-    shown = [f"{statistics.median(values) * factor:.{digits}f} {unit}".strip() for values in (ours, other)]
-    ratio = statistics.median(a / b for a, b in zip(ours, other, strict=True))
-    return Row(what=what, ours=shown[0], other=f"{them} {shown[1]}", ratio=ratio, goal=goal)
 
 
 async def _rates(urls: dict[str, str], *, seed: int) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -36,6 +37,10 @@ class Watch:
 
     async def first_token_s(self, ids: Sequence[int], *, max_tokens: int = 2) -> float:
         """Seconds from sending a request to its first event; returns when the whole answer is here."""
+        return (await self.ask(ids, max_tokens=max_tokens))[0]
+
+    async def ask(self, ids: Sequence[int], *, max_tokens: int = 2) -> tuple[float, int]:
+        """The same, and how many of ``ids`` the server says it had from before."""
         if self._streams is None:
             self._streams = await asyncio.open_connection(self._host, self._port)
         reader, writer = self._streams
@@ -47,13 +52,20 @@ class Watch:
         assert status.startswith(b"HTTP/1.1 200"), status + await reader.read(1000)
         await reader.readuntil(b"data:")
         took = time.perf_counter() - began
-        await reader.readuntil(b"\r\n0\r\n\r\n")  # the end of a body in chunks
-        return took
+        rest = await reader.readuntil(b"\r\n0\r\n\r\n")  # the end of a body in chunks
+        return took, cached_tokens(rest)
 
     def close(self) -> None:
         """End the connection."""
         if self._streams is not None:
             self._streams[1].close()
+
+
+def cached_tokens(stream: bytes) -> int:
+    """What the usage of a stream says."""
+    found = re.search(rb'"cached_tokens": ?(\d+)', stream)
+    assert found, f"a stream without usage: {stream[-500:]!r}"
+    return int(found[1])
 
 
 async def first_tokens_s(urls: dict[str, str], *, length: int, rounds: int) -> dict[str, list[float]]:
@@ -112,4 +124,5 @@ def _body(ids: Sequence[int], *, max_tokens: int, stream: bool) -> dict[str, Any
         "temperature": 0,
         "ignore_eos": True,
         "stream": stream,
+        **({"stream_options": {"include_usage": True}} if stream else {}),
     }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,25 @@ class Row:
     other: str = ""
     ratio: float | None = None
     goal: str = ""
+
+
+def compared(
+    what: str, ours: Sequence[float], other: Sequence[float], *, unit: str, goal: str = "", them: str = "one engine"
+) -> Row:
+    """Medians, and the median of the ratios of what was measured in turn: a burst of other load hits both of a turn.
+
+    Args:
+        unit: "ms" or "s" of values in seconds; "" of a rate.
+    """
+    shown = [_shown(statistics.median(values), unit) for values in (ours, other)]
+    ratio = statistics.median(a / b for a, b in zip(ours, other, strict=True))
+    return Row(what=what, ours=shown[0], other=f"{them} {shown[1]}", ratio=ratio, goal=goal)
+
+
+def _shown(value: float, unit: str) -> str:
+    if unit == "ms":
+        return f"{value * 1000:.{2 if value < 0.01 else 1}f} ms"
+    return f"{value:.1f} s" if unit == "s" else f"{value:.0f}"
 
 
 def table(machine: str, rows: Iterable[Row]) -> str:

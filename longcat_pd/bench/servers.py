@@ -31,9 +31,20 @@ class Served:
     pids: dict[str, int]
 
 
-def make_checkpoint(folder: Path, variant: str, *, dtype: str, overrides: Sequence[str] = ()) -> Path:
+def make_checkpoint(
+    folder: Path, variant: str, *, dtype: str, overrides: Sequence[str] = (), is_predictable: bool = False
+) -> Path:
     """A small random checkpoint in ``folder``."""
-    command = ["longcat_pd.tiny", "--variant", variant, "--dtype", dtype, "--out", str(folder), *overrides]
+    command = ["longcat_pd.tiny", "--variant", variant, "--dtype", dtype, "--out", str(folder)]
+    if is_predictable:
+        command.append("--predictable")
+    subprocess.run([sys.executable, "-m", *command, *overrides], check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
+def quantized(source: Path, folder: Path) -> Path:
+    """The same checkpoint with int8 MLPs and experts, in ``folder``."""
+    command = ["longcat_pd.quantize", str(source), str(folder)]
     subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
     return folder
 
