@@ -16,7 +16,6 @@ from longcat_pd import log
 from longcat_pd.bench.client import prompt
 from longcat_pd.bench.orders import READY, Order, Setup, Took
 from longcat_pd.config import resolve
-from longcat_pd.config.schema import EngineConfig
 from longcat_pd.engine.executor import rank_specs
 from longcat_pd.engine.plan import Admit, Segment, SlotSampling, StepOutput, StepPlan
 from longcat_pd.engine.runner import ModelRunner
@@ -33,7 +32,7 @@ class Bench:
 
     def __init__(self, setup: Setup) -> None:
         spec = resolve.standalone(setup.model, setup.settings, host="127.0.0.1", port=_PORT)
-        self._engine: EngineConfig = spec.engine
+        self._engine = spec.engine
         self._runner = ModelRunner(rank_specs(spec, "bench")[0], Mesh.single())
         self._step_id = 0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from longcat_pd.bench.ahead import exposed
-from longcat_pd.bench.report import BEGIN, END, Row, table, write
+from longcat_pd.bench.report import BEGIN, END, Row, compared, table, write
 from longcat_pd.metrics import Metrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
@@ -30,6 +30,19 @@ def test_figures_replace_figures_and_nothing_else(tmp_path: Path) -> None:
     assert "| first token | 2 ms | 1 ms | 2.00 | ≤ 1.25 |" in text
     assert "old" not in text
     assert "new" not in text
+
+
+def test_a_ratio_is_that_of_the_turns_not_of_the_medians() -> None:
+    row = compared("x", [0.001, 0.020, 0.300], [0.002, 0.010, 0.100], unit="ms", them="other")
+    assert (row.ours, row.other, row.ratio) == ("20.0 ms", "other 10.0 ms", pytest.approx(2.0))
+    row = compared("x", [1.0, 9.0, 9.0], [1.0, 3.0, 9.0], unit="")
+    assert (row.ours, row.other, row.ratio) == ("9", "one engine 3", 1.0)
+
+
+def test_values_have_their_unit_and_digits_that_tell_them_apart() -> None:
+    assert compared("x", [0.00412], [0.0104], unit="ms", them="y").ours == "4.12 ms"
+    assert compared("x", [4.12], [61.04], unit="s", them="y").other == "y 61.0 s"
+    assert compared("x", [411.6], [1.0], unit="").ours == "412"
 
 
 def test_the_exposed_share_comes_from_the_waits_of_decode_steps() -> None:
