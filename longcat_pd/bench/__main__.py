@@ -12,8 +12,9 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 
 from longcat_pd.bench import ahead, client, report, steps
@@ -49,17 +50,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="longcat-bench-") as scratch:
         folder = Path(scratch)
-        rows = [
-            *steps.step_rows(folder),
-            *steps.int8_rows(folder),
-            *pair_rows(folder, rounds=options.rounds),
-            *rate_rows(folder, num_tokens=options.tokens),
-        ]
+        parts = (
+            steps.step_rows(folder),
+            steps.int8_rows(folder),
+            pair_rows(folder, rounds=options.rounds),
+            rate_rows(folder, num_tokens=options.tokens),
+        )
+        rows = list(_told(chain.from_iterable(parts)))
     figures = report.table(_machine(), rows)
     sys.stdout.write(figures + "\n")
     if options.write:
         report.write(options.write, figures)
     return 0
+
+
+def _told(rows: Iterable[Row]) -> Iterator[Row]:
+    """The same, each on standard error as soon as it is measured."""
+    for row in rows:
+        sys.stderr.write(report.line(row) + "\n")
+        yield row
 
 
 def pair_rows(folder: Path, *, rounds: int) -> Iterator[Row]:

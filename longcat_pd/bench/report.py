@@ -42,11 +42,13 @@ def _shown(value: float, unit: str) -> str:
 
 def table(machine: str, rows: Iterable[Row]) -> str:
     """The figures as Markdown."""
-    lines = [machine, "", "| | ours | compared with | ratio | goal |", "|---|---|---|---|---|"]
-    for row in rows:
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        lines.append(f"| {row.what} | {row.ours} | {row.other} | {ratio} | {row.goal} |")
-    return "\n".join(lines)
+    return "\n".join([machine, "", "| | ours | compared with | ratio | goal |", "|---|---|---|---|---|", *map(line, rows)])
+
+
+def line(row: Row) -> str:
+    """One figure of the table."""
+    ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+    return f"| {row.what} | {row.ours} | {row.other} | {ratio} | {row.goal} |"
 
 
 def write(path: Path, figures: str) -> None:
