@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -91,7 +91,9 @@ def _drawn(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor,
     return ids
 
 
+@cache
 def _ops(is_steady: bool) -> Ops:
+    """Made once: a step asks a dozen times."""
     return steady_table() if is_steady else table()
 
 
@@ -160,12 +162,12 @@ def _index_candidates_shapes(
 def _index_candidates(
     index_q: Tensor, weights: Tensor, keys: list[Tensor], high: Tensor, low: int, budget: int
 ) -> tuple[Tensor, Tensor]:
-    cache, block_tables, block_starts = keys
-    find, columns = table().index_candidates, _num_columns(block_starts, high)
-    elements = columns * cache.shape[1] * (index_q.shape[1] * index_q.shape[2] + cache.shape[2])
+    index_cache, block_tables, block_starts = keys
+    find, columns = _ops(False).index_candidates, _num_columns(block_starts, high)
+    elements = columns * index_cache.shape[1] * (index_q.shape[1] * index_q.shape[2] + index_cache.shape[2])
     each = (index_q, weights, block_tables[:, :columns], block_starts[:, :columns], high)
     found = [
-        find(q, w, cache=cache, block_tables=tables, block_starts=starts, high=h, limits=(low, budget))
+        find(q, w, cache=index_cache, block_tables=tables, block_starts=starts, high=h, limits=(low, budget))
         for q, w, tables, starts, h in _calls(elements, *each)
     ]
     return torch.cat([scores for scores, _ in found]), torch.cat([positions for _, positions in found])
@@ -190,7 +192,7 @@ def _linear_int8_shapes(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 @node(_linear_int8_shapes)
 def _linear_int8(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    return table().linear_int8(x, weight, scale)
+    return _ops(False).linear_int8(x, weight, scale)
 
 
 def _draw_shapes(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
@@ -199,7 +201,7 @@ def _draw_shapes(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tens
 
 @node(_draw_shapes)
 def _draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-    return table().draw(logits, temperature=temperature, top_k=top_k, top_p=top_p, uniform=uniform)
+    return _ops(False).draw(logits, temperature=temperature, top_k=top_k, top_p=top_p, uniform=uniform)
 
 
 def _keyed_uniform_shapes(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
@@ -209,4 +211,4 @@ def _keyed_uniform_shapes(seeds: Tensor, choices: Tensor, positions: Tensor) -> 
 @node(_keyed_uniform_shapes)
 def _keyed_uniform(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
     """Sealed for another reason: every round uses its number twice, and a compiler that writes it out never ends."""
-    return table().keyed_uniform(seeds, choices, positions)
+    return _ops(False).keyed_uniform(seeds, choices, positions)

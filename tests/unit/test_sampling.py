@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from longcat_pd.kernels.reference.sampling import draw, draw_static, keyed_uniform
+from longcat_pd.kernels.reference.sampling import draw, draw_static, keyed_uniform, keyed_uniform_static
 
 BOTH = pytest.mark.parametrize("execution", [draw, draw_static])
+BOTH_KEYED = pytest.mark.parametrize("keyed", [keyed_uniform, keyed_uniform_static])
 EDGES = (0, 1, -1, 2, 11, -5, 2**31 - 1, 2**31, -(2**31), 2**53 + 1, 2**62, 2**63 - 1, -(2**63), 0x5DEECE66D)
 
 # Names, and names with an overload, for which graph compilers of accelerators have no converter.
@@ -51,11 +52,12 @@ def hashed(*parts: Tensor) -> npt.NDArray[np.float64]:
     return np.asarray((state >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
-def test_a_key_gives_the_bits_of_its_hash() -> None:
+@BOTH_KEYED
+def test_a_key_gives_the_bits_of_its_hash(keyed: Callable[..., Tensor]) -> None:
     keys = keys_of(EDGES, (0, 1, 2, 127), (0, 1, 2, 3, 1023, 65535, 999_999, 1_000_000))
-    assert np.array_equal(keyed_uniform(*keys).numpy(), hashed(*keys))
+    assert np.array_equal(keyed(*keys).numpy(), hashed(*keys))
     many = torch.randint(-(2**63), 2**63 - 1, (3, 20000), generator=torch.Generator().manual_seed(0))
-    assert np.array_equal(keyed_uniform(*many).numpy(), hashed(*many))
+    assert np.array_equal(keyed(*many).numpy(), hashed(*many))
 
 
 def test_the_hash_never_changes() -> None:
@@ -186,12 +188,12 @@ def test_nothing_is_sorted_or_widened_for_a_greedy_batch() -> None:
     assert not {event.key for event in profile.key_averages()} & {"aten::sort", "aten::_softmax", "aten::cumsum"}
 
 
-@pytest.mark.parametrize("name", ["keyed_uniform", "draw_static"])
+@pytest.mark.parametrize("name", ["keyed_uniform_static", "draw_static"])
 def test_a_graph_holds_only_what_converts(name: str) -> None:
     logits, rules = logits_of("ties", 9, 20, seed=0), rules_of(9, 20, seed=0)
     keys = keys_of((1, -7, 2**63 - 1), (0,), (3, 4, 5))
-    if name == "keyed_uniform":
-        graph, wanted = make_fx(keyed_uniform)(*keys), keyed_uniform(*keys)
+    if name == "keyed_uniform_static":
+        graph, wanted = make_fx(keyed_uniform_static)(*keys), keyed_uniform_static(*keys)
         got = graph(*keys)
     else:
         columns = tuple(rules.values())

@@ -2,10 +2,13 @@
 
 Two executions of one definition. ``draw`` looks at the data and does no more than the rows ask for; ``draw_static`` has one
 shape of work, made of operators that graph compilers of accelerators know. Both add the same fp64 numbers one after the
-other in the same order, so on a CPU they agree to the bit, and a row's token does not depend on the rows beside it.
+other in the same order, so on a CPU they agree to the bit, and a row's token does not depend on the rows beside it. Of
+``keyed_uniform`` too there is one in operators that those compilers know: they have no shifts and no exclusive or.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,10 +21,12 @@ _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 def keyed_uniform(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
     """See ``ops.KeyedUniform``."""
-    state = _mixed(seeds)
-    for part in (choices, positions):
-        state = _mixed(_xor(state, part))
-    return _shifted(state, 11).double() * 2.0**-53
+    return _keyed((seeds, choices, positions), torch.bitwise_xor, _shifted)
+
+
+def keyed_uniform_static(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
+    """See ``ops.KeyedUniform``."""
+    return _keyed((seeds, choices, positions), _xor_static, _shifted_static)
 
 
 def draw(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
@@ -59,20 +64,33 @@ def draw_static(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Te
     return torch.where(is_drawn, _inverse_cdf(weights, uniform), logits.argmax(-1))
 
 
-def _mixed(x: Tensor) -> Tensor:
-    x = x + _ODD
-    x = _xor(x, _shifted(x, 30)) * _FACTORS[0]
-    x = _xor(x, _shifted(x, 27)) * _FACTORS[1]
-    return _xor(x, _shifted(x, 31))
+def _keyed(
+    key: Sequence[Tensor], xor: Callable[[Tensor, Tensor], Tensor], shifted: Callable[[Tensor, int], Tensor]
+) -> Tensor:
+    def mixed(x: Tensor) -> Tensor:
+        x = x + _ODD
+        x = xor(x, shifted(x, 30)) * _FACTORS[0]
+        x = xor(x, shifted(x, 27)) * _FACTORS[1]
+        return xor(x, shifted(x, 31))
+
+    state = mixed(key[0])
+    for part in key[1:]:
+        state = mixed(xor(state, part))
+    return shifted(state, 11).double() * 2.0**-53
 
 
-def _xor(x: Tensor, y: Tensor) -> Tensor:
+def _shifted(x: Tensor, count: int) -> Tensor:
+    """``x >> count`` of the bits: the mask takes away the copies of the sign."""
+    return x.bitwise_right_shift(count).bitwise_and(2 ** (64 - count) - 1)
+
+
+def _xor_static(x: Tensor, y: Tensor) -> Tensor:
     """What is in one of both: a difference without borrows, so without overflow either."""
     return (x | y) - (x & y)
 
 
-def _shifted(x: Tensor, count: int) -> Tensor:
-    """``x >> count`` of the bits: floor division copies the sign into the upper bits, which the mask takes away."""
+def _shifted_static(x: Tensor, count: int) -> Tensor:
+    """The same by floor division, which copies the sign into the upper bits too."""
     mask = torch.full((), 2 ** (64 - count) - 1, dtype=torch.int64, device=x.device)
     return torch.div(x, 2**count, rounding_mode="floor") & mask
 
