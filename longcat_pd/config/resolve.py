@@ -31,7 +31,7 @@ from longcat_pd.config.schema import (
 )
 from longcat_pd.errors import ConfigError
 
-COMPILE_CACHE = Path("~/.cache/longcat_pd/compiled")
+_COMPILE_CACHE = Path("~/.cache/longcat_pd/compiled")
 CPU_CACHE_BYTES = 1 << 28  # cache of one CPU rank unless num_blocks says otherwise: ranks share the machine
 
 _PATH_KEYS = (
@@ -211,8 +211,7 @@ def _resolved_engine(pool: PoolConfig, config: ClusterConfig, *, model: ModelCon
     engine = dataclasses.replace(pool.engine, max_model_len=pool.engine.max_model_len or model.max_position_embeddings)
     if engine.exe_mode != "eager":
         sizes = engine.buckets or (1, engine.max_num_seqs // pool.parallel.dp_size)
-        folder = engine.compile_cache or str(COMPILE_CACHE.expanduser())
-        engine = dataclasses.replace(engine, buckets=tuple(sorted(set(sizes))), compile_cache=folder)
+        engine = dataclasses.replace(engine, buckets=tuple(sorted(set(sizes))))
     if engine.num_blocks:
         return engine
     whole = blocks_needed(engine.max_model_len, engine, num_shards=num_shards(pool.parallel))
@@ -222,6 +221,22 @@ def _resolved_engine(pool: PoolConfig, config: ClusterConfig, *, model: ModelCon
     )
     affordable = CPU_CACHE_BYTES // (token_bytes * engine.block_size)
     return dataclasses.replace(engine, num_blocks=1 + max(whole, min(whole * engine.max_num_seqs, affordable)))
+
+
+def compile_cache(engine: EngineConfig) -> Path:
+    """Where compiled steps are kept: by default in the home of whoever runs the rank, so no part of the resolved settings.
+
+    Raises:
+        ConfigError: no folder is named and this user has no home.
+    """
+    if engine.compile_cache:
+        return Path(engine.compile_cache)
+    try:
+        return _COMPILE_CACHE.expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            "engine.compile_cache: must be set where a user has no home", param="engine.compile_cache"
+        ) from error
 
 
 def cache_values(model: ModelConfig, num_layers: int, *, has_draft: bool = False) -> int:

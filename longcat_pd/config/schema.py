@@ -52,7 +52,7 @@ class EngineConfig:
     num_draft_tokens: int = 0  # drafts of each decode window; above 0 a prefill pool computes the draft layer's cache
     exe_mode: Literal["eager", "inductor"] = "eager"  # of the decode step; prompts are computed eagerly
     buckets: tuple[int, ...] = ()  # sequences of a group that a compiled step has room for; resolved: 1 and all slots
-    compile_cache: str = ""  # folder of compiled steps; resolved where they are compiled: ~/.cache/longcat_pd/compiled
+    compile_cache: str = ""  # folder of compiled steps; "" is ~/.cache/longcat_pd/compiled
     num_blocks: int = 0  # blocks of each cache shard, block 0 included; resolved: on cpu what 256 MiB a rank hold
     prefix_cache: bool = True  # prompts that begin alike share their leading blocks; the tokens do not depend on it
     max_queued_requests: int = 512

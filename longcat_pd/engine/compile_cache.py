@@ -1,22 +1,31 @@
 """Compiled steps on disk: under which facts each was made, and whether these are still the facts.
 
-A folder holds two files for each graph: the artifact, and a record of the facts it depends on with the digest of its bytes.
-What differs in any fact, or is not what was written, is made anew. The folder is as trusted as the code: artifacts are
-executed. Knows no compiler; imports no torch.
+A graph is one file: an archive of what its compiler made and of the facts that this depends on, with a digest at the end.
+It is written whole or not at all, and read once: what is loaded is what was checked. What differs in a fact, or is damaged,
+is made anew. Graphs are executed, so the folder must be this user's alone. Knows no compiler; imports no torch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import os
+import tempfile
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import longcat_pd
+from longcat_pd.errors import ConfigError
 from longcat_pd.log import logger
 
 Facts = Mapping[str, str]
+
+_RECORD = "facts.json"
+_DIGEST_BYTES = 32  # of everything, at the end
+_WRITABLE_BY_OTHERS = 0o022
 
 
 def code_digest() -> str:
@@ -44,41 +53,76 @@ class CacheEntry:
     facts: Facts
 
     @property
-    def artifact(self) -> Path:
+    def path(self) -> Path:
         """The file of the graph."""
         return self.folder / f"{self.name}.graph"
 
-    def is_fresh(self) -> bool:
-        """Whether the stored graph may be used; logs one line about one that may not."""
-        record = self.folder / f"{self.name}.json"
-        if not record.exists() or not self.artifact.exists():
+    def open_folder(self) -> None:
+        """Makes the folder where it is missing. Raises ConfigError if it cannot, or if others can write to it."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            found = self.folder.stat()
+        except OSError as error:
+            raise self._refusal(str(error.strerror)) from error
+        if found.st_uid not in (os.getuid(), 0) or found.st_mode & _WRITABLE_BY_OTHERS:
+            raise self._refusal("what lies there is executed, so it must be this user's and writable by nobody else")
+
+    def probe(self) -> None:
+        """Raises ConfigError if nothing can be stored, which is better known before a graph is compiled."""
+        try:
+            tempfile.TemporaryFile(dir=self.folder).close()
+        except OSError as error:
+            raise self._refusal(str(error.strerror)) from error
+
+    def unpack(self, target: Path) -> bool:
+        """Puts the parts of the stored graph into an empty folder. False: there is none, or none that may be used.
+
+        One line is logged about a graph that may not be used.
+        """
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
             return False
-        reason = self._staleness(record)
+        reason = self._unpack(data, target)
         if reason:
             logger().info("compile_cache_stale", graph=self.name, reason=reason)
         return not reason
 
-    def commit(self, made: Path) -> None:
-        """Takes a file in the folder as the artifact, whole or not at all."""
-        record = {"facts": dict(self.facts), "sha256": _digest(made)}
-        part = made.with_suffix(".record")
-        part.write_text(json.dumps(record, indent=1))
-        made.replace(self.artifact)
-        part.replace(self.folder / f"{self.name}.json")
-
-    def _staleness(self, path: Path) -> str:
+    def pack(self, source: Path) -> None:
+        """Stores the files of a folder as the graph."""
+        data = io.BytesIO()
+        with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as parts:
+            parts.writestr(_RECORD, json.dumps(dict(self.facts), indent=1))
+            for path in sorted(path for path in source.rglob("*") if path.is_file()):
+                parts.write(path, f"parts/{path.relative_to(source)}")
+        handle, made = tempfile.mkstemp(dir=self.folder, prefix=f"{self.name}.", suffix=".part")
         try:
-            record = json.loads(path.read_text())
-            stored, digest = record["facts"], record["sha256"]
-        except (ValueError, KeyError, TypeError):
-            return "its record is damaged"
-        if not isinstance(stored, dict):
-            return "its record is damaged"
-        changed = sorted(name for name in {*stored, *self.facts} if stored.get(name) != self.facts.get(name))
-        if changed:
-            return f"changed: {', '.join(changed)}"
-        return "" if digest == _digest(self.artifact) else "its bytes are not those that were written"
+            with os.fdopen(handle, "wb") as file:
+                file.write(data.getvalue() + _digest(data.getvalue()))
+            Path(made).replace(self.path)
+        except OSError as error:
+            Path(made).unlink(missing_ok=True)
+            raise self._refusal(str(error.strerror)) from error
+
+    def _unpack(self, data: bytes, target: Path) -> str:
+        """Why not, or nothing."""
+        if _digest(data[:-_DIGEST_BYTES]) != data[-_DIGEST_BYTES:]:
+            return "its bytes are not those that were written"
+        with zipfile.ZipFile(io.BytesIO(data[:-_DIGEST_BYTES])) as parts:
+            stored: dict[str, str] = json.loads(parts.read(_RECORD))
+            changed = sorted(name for name in {*stored, *self.facts} if stored.get(name) != self.facts.get(name))
+            if changed:
+                return f"changed: {', '.join(changed)}"
+            for part in parts.namelist():
+                if part != _RECORD:
+                    path = target / Path(part).relative_to("parts")
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(parts.read(part))
+        return ""
+
+    def _refusal(self, why: str) -> ConfigError:
+        return ConfigError(f"engine.compile_cache={self.folder}: {why}", param="engine.compile_cache")
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()

@@ -62,5 +62,6 @@ class DecodeStep(nn.Module):
         put(state.recent, slots, line.gather(1, kept))
         grown = torch.where(slots == state.padding, 0, count)
         put(state.num_tokens, slots, state.num_tokens[slots] + grown)
-        put(state.final, slots, final.view(-1, shape.window, shape.hidden_size))
-        put(state.num_final, slots, count)
+        if self._drafts is not None:
+            put(state.final, slots, final.view(-1, shape.window, shape.hidden_size))
+            put(state.num_final, slots, count)

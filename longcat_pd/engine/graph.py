@@ -9,11 +9,11 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from longcat_pd.config.resolve import compile_cache
 from longcat_pd.config.schema import EngineConfig, RankSpec
 from longcat_pd.engine.compile_cache import CacheEntry, code_digest, short_digest
 from longcat_pd.engine.decode_step import DecodeStep
@@ -68,7 +68,7 @@ class StepForms:
         compile_step: Compile = importlib.import_module(COMPILERS[engine.exe_mode]).compiled
         for size in sorted(engine.buckets):
             began = time.monotonic()
-            entry = CacheEntry(Path(engine.compile_cache), f"{name}-seqs{size}", {**facts, "num_seqs": str(size)})
+            entry = CacheEntry(compile_cache(engine), f"{name}-seqs{size}", {**facts, "num_seqs": str(size)})
             self._forms[size], is_new = compile_step(self._step, size, entry)
             self.num_compilations += is_new
             seconds = round(time.monotonic() - began, 3)

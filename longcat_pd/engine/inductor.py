@@ -8,8 +8,9 @@ mode is chosen, because the compiler takes seconds and a hundred megabytes.
 from __future__ import annotations
 
 import contextlib
-import os
+import hashlib
 import platform
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -27,7 +28,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from longcat_pd.engine.compile_cache import CacheEntry
 from longcat_pd.errors import ConfigError
 
-_OPTIONS = {"compile_threads": 1}  # a pool of workers would outlive the compilation
+# a pool of workers would outlive the compilation
+_OPTIONS: dict[str, Any] = {"compile_threads": 1, "cpp.cxx": ("g++",)}
+_GRAPH = "graph"
 
 Place = tuple[dict[str, Any], str]
 Form = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -41,15 +44,19 @@ def compiled(step: nn.Module, num_seqs: int, entry: CacheEntry) -> tuple[Form, b
     """
     places = list(_places(step))
     tensors: list[Tensor] = [store[name] for store, name in places]
-    slots = torch.zeros(num_seqs, dtype=torch.int64)
     entry = replace(entry, facts={**entry.facts, **_versions(), "tensors": _described(tensors)})
-    _make_folder(entry.folder)
-    with temporary_cache_dir(str(entry.folder / "kernels")):
-        is_new = not entry.is_fresh()
+    entry.open_folder()
+    with _workshop() as folder:
+        is_new = not entry.unpack(folder)
         if is_new:
-            _probe(entry.folder)
-            _compile(step, places, [*tensors, slots], entry)
-        graph = CompiledArtifact.load(path=str(entry.artifact), format="binary")
+            entry.probe()
+            shutil.rmtree(folder)  # parts of a graph that is no good
+            folder.mkdir()
+            graph = _compile(step, places, [*tensors, torch.zeros(num_seqs, dtype=torch.int64)])
+            graph.save(path=str(folder / _GRAPH), format="binary")
+            entry.pack(folder)
+        else:
+            graph = CompiledArtifact.load(path=str(folder / _GRAPH), format="binary")
 
     def run(slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         drawn, count, logits = graph(*tensors, slots)
@@ -58,7 +65,7 @@ def compiled(step: nn.Module, num_seqs: int, entry: CacheEntry) -> tuple[Form, b
     return run, is_new
 
 
-def _compile(step: nn.Module, places: list[Place], example: list[Any], entry: CacheEntry) -> None:
+def _compile(step: nn.Module, places: list[Place], example: list[Any]) -> CompiledArtifact:
     def flat(*tensors: Tensor) -> object:
         with _placed(places, tensors[:-1]):
             return step(tensors[-1], ())
@@ -67,13 +74,14 @@ def _compile(step: nn.Module, places: list[Place], example: list[Any], entry: Ca
         graph = make_fx(flat, tracing_mode="fake")(*example)
         constants = [node.target for node in graph.graph.nodes if node.op == "get_attr"]
         assert not constants, f"tensors that are in no module: {constants}"
-        artifact = standalone_compile(
-            graph, example, aot=True, donate_graph_module=True, options={"config_patches": _OPTIONS}
-        )
-    handle, made = tempfile.mkstemp(dir=entry.folder, prefix=f"{entry.name}.", suffix=".part")
-    os.close(handle)
-    artifact.save(path=made, format="binary")
-    entry.commit(Path(made))
+        return standalone_compile(graph, example, aot=True, donate_graph_module=True, options={"config_patches": _OPTIONS})
+
+
+@contextlib.contextmanager
+def _workshop() -> Iterator[Path]:
+    """A folder for everything that the compiler writes and reads. What was loaded from it stays when it is gone."""
+    with tempfile.TemporaryDirectory(prefix="longcat_pd-") as name, temporary_cache_dir(name):
+        yield Path(name)
 
 
 def _places(step: nn.Module) -> Iterator[Place]:
@@ -100,26 +108,6 @@ def _described(tensors: list[Tensor]) -> str:
     return " ".join(f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)}{t.stride()}" for t in tensors)
 
 
-def _make_folder(folder: Path) -> None:
-    with _refusing(folder):
-        (folder / "kernels").mkdir(parents=True, exist_ok=True, mode=0o700)
-
-
-def _probe(folder: Path) -> None:
-    """Whether a graph can be written there is better known before it is compiled."""
-    with _refusing(folder):
-        tempfile.TemporaryFile(dir=folder).close()
-
-
-@contextlib.contextmanager
-def _refusing(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        text = f"engine.compile_cache={folder}: {error.strerror}"
-        raise ConfigError(text, param="engine.compile_cache") from error
-
-
 def _versions() -> dict[str, str]:
     """What a graph depends on beside the product."""
     try:
@@ -130,6 +118,14 @@ def _versions() -> dict[str, str]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "compiler": answer.stdout.strip(),
-        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        "options": repr(_OPTIONS),
+        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_processor_flags()}",
+        "options": f"{_OPTIONS}, {torch.get_num_threads()} threads",
     }
+
+
+def _processor_flags() -> str:
+    """Digest of what the processor can do: kernels are made for this very one."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return hashlib.sha256(
+        next((line for line in lines if line.startswith(("flags", "Features"))), "").encode()
+    ).hexdigest()[:8]

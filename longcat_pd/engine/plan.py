@@ -35,7 +35,7 @@ class Admit:
     """A sequence takes a slot of one group.
 
     ``token_ids``: all ids known so far (the prompt; at the decode side prompt + first generated token).
-    ``num_computed``: leading tokens whose cache is already there (0 in prefill; the prompt's length after a hand-over).
+    ``num_computed``: leading tokens whose cache is already there (a shared prefix; the prompt's length after a hand-over).
     ``blocks[b]``: local id of block number b in the shard that BlockSplit(n, block_size, split_start) names; covers the
     whole reservation. ``arrival``: the announced transfer whose blocks become this sequence's (decode side), and
     ``draft_state`` what its commit brought for the first drafts.

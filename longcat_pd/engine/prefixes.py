@@ -27,7 +27,8 @@ class Prefixes:
 
     def name(self, seq: Sequence) -> None:
         """Keys for the full blocks of its prompt."""
-        self._extend_keys(seq, seq.request.prompt_token_ids)
+        if self._is_on:
+            self._extend_keys(seq, seq.request.prompt_token_ids)
 
     def shareable(self, seq: Sequence) -> list[bytes]:
         """Keys of the blocks that it may share: the last prompt position is always computed, for the first token."""
@@ -61,8 +62,8 @@ class Prefixes:
 
         What lies within one window of the newest position may be a draft's, or may still be written.
         """
-        if stage is Stage.DECODING:
-            settled = (seq.num_computed - self._window) // self._block_size
+        if stage is Stage.DECODING and self._is_on:
+            settled = max(seq.num_computed - self._window, 0) // self._block_size
             if settled > len(seq.keys):
                 ids = (*seq.request.prompt_token_ids, *(token.token_id for token in seq.outputs))
                 self._extend_keys(seq, ids)
@@ -74,8 +75,7 @@ class Prefixes:
         self._pool.forget_all()
 
     def _extend_keys(self, seq: Sequence, token_ids: tuple[int, ...]) -> None:
-        if self._is_on:
-            seq.keys = block_keys(token_ids, self._block_size, sees_next=self._window > 1, before=seq.keys)
+        seq.keys = block_keys(token_ids, self._block_size, sees_next=self._window > 1, before=seq.keys)
 
     def _publish(self, seq: Sequence, end: int) -> None:
         assert seq.table is not None

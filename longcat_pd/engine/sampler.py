@@ -52,16 +52,6 @@ class SamplingRows:
             choice=column([rule.choice for rule in rules], torch.int64),
         )
 
-    def rows(self, index: torch.Tensor) -> SamplingRows:
-        """The rows with these numbers, in this order, as often as they occur."""
-        return SamplingRows(
-            temperature=self.temperature[index],
-            top_p=self.top_p[index],
-            top_k=self.top_k[index],
-            seed=self.seed[index],
-            choice=self.choice[index],
-        )
-
 
 def sample(logits: torch.Tensor, rows: SamplingRows, positions: torch.Tensor, ops: Ops) -> torch.Tensor:
     """Ids [R] of a token for each row of ``logits`` [R, V] fp32; ``positions`` [R] are their places in their sequences."""

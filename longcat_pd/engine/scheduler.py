@@ -167,8 +167,10 @@ class Scheduler:
         computing = Counter(f.plan.phase for f in self._flights if f.plan.segments)
         if computing.total() >= max(self._prefill_plans, self._decode_plans):
             return "prefill", []
-        if self._prefilling:
-            return "prefill", self._chunks() if computing["prefill"] < self._prefill_plans else []
+        if self._prefilling and computing["prefill"] >= self._prefill_plans:
+            return "prefill", []
+        if chunks := self._chunks():
+            return "prefill", chunks
         if computing["decode"] >= self._decode_plans:
             return "prefill", []
         window = 1 + self._config.num_draft_tokens

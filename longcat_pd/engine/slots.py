@@ -47,11 +47,6 @@ class SlotState:
         self.token_ids[self.num_tokens] = token_id
         self.num_tokens += 1
 
-    @property
-    def is_decoding(self) -> bool:
-        """Whether the cache of all but the newest token is written."""
-        return self.num_computed == self.num_tokens - 1
-
 
 @dataclass(frozen=True, slots=True)
 class Span:

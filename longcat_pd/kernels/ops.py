@@ -19,6 +19,8 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+MAX_ELEMENTS = 1 << 20  # of what one call should make: 4 MiB in fp32; more leaves the caches and was slower
+
 A = TypeVar("A")
 B = TypeVar("B")
 
@@ -86,16 +88,6 @@ class Store(Protocol):
     def __call__(self, cache: Tensor, slots: Tensor, values: Tensor) -> None: ...
 
 
-class IndexScores(Protocol):
-    """``scores[b, q, s] = sum_i weights[b, q, i] * max(0, <index_q[b, q, i], key s>)`` in fp32, for all visible keys.
-
-    ``index_q`` [B, Q, I, D], ``weights`` [B, Q, I] fp32, ``cache`` [N, block_size, D], ``block_tables`` [B, M]
-    -> [B, Q, S]. Scores of columns that hold nothing are arbitrary.
-    """
-
-    def __call__(self, index_q: Tensor, weights: Tensor, *, cache: Tensor, block_tables: Tensor) -> Tensor: ...
-
-
 class SelectPositions(Protocol):
     """The ``budget`` best of the keys with ``low <= position < high``; equal scores go to the smaller position.
 
@@ -109,10 +101,11 @@ class SelectPositions(Protocol):
 
 
 class IndexCandidates(Protocol):
-    """IndexScores and SelectPositions in one: the best visible keys of each row among the positions ``low ... high - 1``.
+    """The visible keys with the best scores among the positions ``low ... high - 1`` of each row (see SelectPositions).
 
-    ``index_q`` [B, Q, I, D], ``weights`` [B, Q, I], ``high`` [B, Q], ``limits`` (low, budget) -> (scores, positions), both
-    [B, Q, budget].
+    The score of key s is ``sum_i weights[b, q, i] * max(0, <index_q[b, q, i], key s>)`` in fp32. ``index_q`` [B, Q, I, D],
+    ``weights`` [B, Q, I] fp32, ``cache`` [N, block_size, D], ``block_tables`` and ``block_starts`` [B, M], ``high`` [B, Q],
+    ``limits`` (low, budget) -> (scores, positions), both [B, Q, budget].
     """
 
     def __call__(
@@ -249,7 +242,6 @@ class Ops:
     head_linear: HeadLinear
     rope: Rope
     store: Store
-    index_scores: IndexScores
     select_positions: SelectPositions
     index_candidates: IndexCandidates
     paged_attention: PagedAttention

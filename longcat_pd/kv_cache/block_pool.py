@@ -186,13 +186,16 @@ class GroupPool:
         """What was found since takes the place of blocks that nothing was written to; the table of the same reservation."""
         state = self._state(table)
         assert state is BlockState.RESERVED, f"generation {table.generation} is {state.value}"
-        found = self._found(table.split, keys)
-        first, end = table.num_shared, max(len(found), table.num_shared)
-        for number in range(first, end):
+        first = table.num_shared
+        found = self._found(table.split, keys, first)
+        if not found:
+            return table
+        for number, block in enumerate(found, start=first):
             shard = self._shard(table.split, number)
-            shard.share(found[number])
+            shard.share(block)
             shard.give_back(table.blocks[number], state)
-        return replace(table, blocks=(*table.blocks[:first], *found[first:end], *table.blocks[end:]), num_shared=end)
+        end = first + len(found)
+        return replace(table, blocks=(*table.blocks[:first], *found, *table.blocks[end:]), num_shared=end)
 
     def publish(self, table: BlockTable, first: int, keys: Iterable[bytes]) -> None:
         """Block numbers ``first`` ... hold what ``keys`` name, for good: whoever begins so may share them."""
@@ -224,10 +227,11 @@ class GroupPool:
         """Blocks of all shards in ``state``."""
         return sum(shard.count(state) for shard in self.shards)
 
-    def _found(self, split: BlockSplit, keys: Sequence[bytes]) -> list[int]:
+    def _found(self, split: BlockSplit, keys: Sequence[bytes], first: int = 0) -> list[int]:
+        """Blocks that hold the content of ``keys[first]`` and those behind it, as far as they are found."""
         found: list[int] = []
-        for number, key in enumerate(keys):
-            block = self._shard(split, number).find(key)
+        for number in range(first, len(keys)):
+            block = self._shard(split, number).find(keys[number])
             if block is None:
                 break
             found.append(block)

@@ -133,9 +133,9 @@ class Overview:
         }
 
     async def flush_cache(self) -> None:
-        """Let every instance forget its prefixes. Raises WorkerUnavailable where one did not."""
+        """Let every instance forget its prefixes. Raises WorkerUnavailable where one that is in did not; the others did."""
         told = await self._ask_all("/flush_cache", body=b"")
-        missing = [instance.name for instance, answer in told.items() if answer is None]
+        missing = [instance.name for instance, answer in told.items() if answer is None and instance.is_in]
         if missing:
             raise WorkerUnavailable(f"no answer from {', '.join(missing)}: its cache may not be empty")
 

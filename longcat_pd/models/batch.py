@@ -1,4 +1,5 @@
-"""The batch as one rank sees it. Filled by ``engine/inputs.py``, read by the models; plain tensors, no requests.
+"""The batch as one rank sees it. Filled by ``engine/inputs.py`` (prompts) and ``engine/decode_state.py`` (windows), read by
+the models; plain tensors, no requests.
 
 Letters: T rows (query tokens) of this rank, B sequences, M table columns, N n-gram order.
 """
@@ -24,7 +25,7 @@ class ForwardInputs:
     ``kv_lens`` is the same on all ranks that share the sequences, also on one without rows: it decides whether keys are
     selected, and with that which collectives run.
 
-    Padding rows: seq 0, position 0, slot in block 0; their outputs are ignored.
+    Padding rows are sequences of their own that hold nothing: tables of nothing, slots in block 0, outputs ignored.
     """
 
     token_ids: torch.Tensor  # [T] int64

@@ -8,9 +8,8 @@ from itertools import groupby
 
 from torch import Tensor
 
+from longcat_pd.kernels.ops import MAX_ELEMENTS
 from longcat_pd.models.batch import ForwardInputs
-
-MAX_ELEMENTS = 1 << 20  # of what one call makes: 4 MiB in fp32; more leaves the caches and was slower
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ from longcat_pd.config.schema import InstanceSpec, ParallelConfig
 
 GIB, MIB = 1 << 30, 1 << 20
 PROCESS_BYTES = 48 << 20  # what a rank process has of its own before it loads anything
+DRAW_ELEMENTS = 1 << 22  # logits that are drawn from at once (kernels/reference/sampling.py), at least one row
+DRAW_BYTES = 80  # for each of them, in fp64, sorted and summed up
 COMPILER_BYTES = 512 << 20  # torch's compiler at its height; half of it stays
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
@@ -161,7 +163,8 @@ def _tables(model: ModelConfig) -> int:
 def _workspace(spec: InstanceSpec, model: ModelConfig, *, width: int) -> int:
     """Upper estimate of the largest step: activations of its rows, keys gathered for one attention, logits."""
     engine, parallel = spec.engine, spec.parallel
-    rows = engine.max_num_seqs if spec.role == "decode" else -(-engine.max_num_batched_tokens // parallel.cp_size)
+    window_rows = engine.max_num_seqs * (1 + engine.num_draft_tokens)
+    rows = window_rows if spec.role == "decode" else -(-engine.max_num_batched_tokens // parallel.cp_size)
     latent = model.kv_lora_rank + model.qk_rope_head_dim
     query = model.num_attention_heads * (2 * latent + model.kv_lora_rank)
     experts = model.moe_topk * (3 * model.expert_ffn_hidden_size + model.hidden_size)
@@ -171,5 +174,6 @@ def _workspace(spec: InstanceSpec, model: ModelConfig, *, width: int) -> int:
     index_scores = rows * engine.max_model_len * 4 if model.indexer else 0
     key_width = model.indexer.index_head_dim if model.indexer else 0
     gathered = engine.max_model_len * (latent + key_width) * width if parallel.cp_size > 1 else 0
-    logits = 2 * engine.max_num_seqs * model.vocab_size * 4
+    sampled = window_rows if spec.role != "prefill" else engine.max_num_seqs
+    logits = 2 * sampled * model.vocab_size * 4 + min(sampled * model.vocab_size, DRAW_ELEMENTS) * DRAW_BYTES
     return activations + scores + index_scores + gathered + logits

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from longcat_pd.config.checks import PortUse, ports_of
 from longcat_pd.config.model import ModelConfig
+from longcat_pd.config.resolve import compile_cache
 from longcat_pd.config.schema import InstanceSpec
 from longcat_pd.errors import ConfigError
 from longcat_pd.sizing.memory import GIB, RankMemory, instance_memory, show_parts, show_total, stage_of, sum_of_parts
@@ -65,7 +66,7 @@ def plan_lines(spec: InstanceSpec, ranks: Sequence[RankMemory]) -> Iterator[str]
     yield f"  layers per stage {list(parallel.layers_per_stage)}; {blocks}"
     yield f"  max_model_len {engine.max_model_len}, {engine.max_num_seqs} sequences{chunk}"
     if engine.exe_mode != "eager":
-        yield f"  {engine.exe_mode}: graphs for {list(engine.buckets)} sequences, kept in {engine.compile_cache}"
+        yield f"  {engine.exe_mode}: graphs for {list(engine.buckets)} sequences, kept in {compile_cache(engine)}"
     yield "  ports " + ", ".join(f"{use.port} {use.purpose.removeprefix(spec.name).strip()}" for use in ports_of(spec))
     for rank in ranks:
         stage = f" (stage {stage_of(rank.rank, parallel)})" if parallel.pp_size > 1 else ""
@@ -102,8 +103,8 @@ def compiler_findings(spec: InstanceSpec) -> Iterator[str]:
         return
     if shutil.which("g++") is None:
         yield f"{section}.exe_mode=inductor: compiles with g++, which is not on PATH; install it or use eager"
-    folder = Path(engine.compile_cache)
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    folder = compile_cache(engine)
+    there = next(path for path in (folder, *folder.parents) if os.access(path, os.F_OK))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         yield f"{section}.compile_cache={folder}: {there} is no folder that this user can write to"
 

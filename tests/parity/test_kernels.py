@@ -11,6 +11,7 @@ from torch import Tensor
 
 from longcat_pd import kernels
 from longcat_pd.config.model import OverEmbeddingConfig
+from longcat_pd.kernels.reference.indexer import index_scores
 
 OPS = kernels.load("cpu")
 BLOCK_SIZE, NUM_BLOCKS, LATENT, ROPE = 4, 20, 6, 4
@@ -205,7 +206,7 @@ def test_merge_partials_without_keys() -> None:
 def test_index_scores() -> None:
     pages = Pages([9, 3])
     index_q, weights = randn(2, 2, 5, LATENT), randn(2, 2, 5, seed=3)
-    got = OPS.index_scores(index_q, weights, cache=pages.latent, block_tables=pages.tables)
+    got = index_scores(index_q, weights, cache=pages.latent, block_tables=pages.tables)
     assert got.dtype == torch.float32
     for b, r, s in [(b, r, s) for b, length in ((0, 9), (1, 3)) for r in range(2) for s in range(length)]:
         key = pages.latent[pages.slot(b, s)]
@@ -419,7 +420,7 @@ def test_a_row_of_attention_has_the_same_bits_in_every_batch(heads: int, latent:
 def test_a_score_has_the_same_bits_in_every_batch(heads: int) -> None:
     cache, tables = randn(40, 8, 16), torch.arange(40).view(1, -1)
     index_q, weights = randn(1, 20, heads, 16, seed=1), randn(1, 20, heads, seed=2)
-    whole = OPS.index_scores(index_q, weights, cache=cache, block_tables=tables)
+    whole = index_scores(index_q, weights, cache=cache, block_tables=tables)
     for rows, columns in [(slice(0, 20), 7), (slice(3, 4), 40), (slice(5, 7), 11)]:
-        part = OPS.index_scores(index_q[:, rows], weights[:, rows], cache=cache, block_tables=tables[:, :columns])
+        part = index_scores(index_q[:, rows], weights[:, rows], cache=cache, block_tables=tables[:, :columns])
         assert torch.equal(part, whole[:, rows, : columns * 8])

@@ -131,7 +131,7 @@ def test_a_graph_depends_on_everything_that_shapes_it(make: Make, tmp_path: Path
         entry(make, specs[0], dtype="bfloat16"),
         entry(make, with_engine(specs[0], num_blocks=9)),
     ]
-    places = [one.artifact, *(other.artifact for other in others)]
+    places = [one.path, *(other.path for other in others)]
     assert len({*places}) == len(places)
     for other in others:
         assert other.facts != one.facts
@@ -141,10 +141,10 @@ def test_sizes_have_places_of_their_own_and_new_code_has_not(make: Make, monkeyp
     compiler = Compiler()
     make(compiler, 1, SLOTS)
     (_, small), (_, large) = compiler.asked
-    assert small.artifact != large.artifact and small.facts != large.facts
+    assert small.path != large.path and small.facts != large.facts
     monkeypatch.setattr(graph, "code_digest", lambda: "new")
     make(compiler, SLOTS)
-    assert compiler.asked[-1][1].artifact == large.artifact
+    assert compiler.asked[-1][1].path == large.path
     assert compiler.asked[-1][1].facts == {**large.facts, "code": "new"}
 
 
@@ -152,4 +152,4 @@ def test_the_shape_of_the_state_is_a_fact(make: Make, monkeypatch: pytest.Monkey
     spec = rank_specs(tmp_path, ParallelConfig())[0]
     one = entry(make, spec)
     monkeypatch.setattr(sys.modules[__name__], "SHAPE", replace(SHAPE, num_drafts=2))
-    assert entry(make, spec).artifact != one.artifact
+    assert entry(make, spec).path != one.path

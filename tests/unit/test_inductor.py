@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +26,19 @@ class Step(nn.Module):
         self.again = self.part  # a part that two others share
 
 
-@pytest.fixture
-def compilations(monkeypatch: pytest.MonkeyPatch) -> list[CacheEntry]:
-    """The entries that would have been compiled, after which there is an artifact that cannot be loaded."""
-    found: list[CacheEntry] = []
+class Graph:
+    def save(self, path: str, **_: Any) -> None:
+        Path(path).write_bytes(b"")
 
-    def noting(_step: nn.Module, _places: Any, _example: Any, entry: CacheEntry) -> None:
-        found.append(entry)
-        (entry.folder / "x.part").write_bytes(b"")
-        entry.commit(entry.folder / "x.part")
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One for each graph that would have been compiled, after which there is one that cannot be run."""
+    found: list[None] = []
+
+    def noting(*_: Any) -> Graph:
+        found.append(None)
+        return Graph()
 
     monkeypatch.setattr(inductor, "_compile", noting)
     monkeypatch.setattr(inductor.CompiledArtifact, "load", lambda **_: None)
@@ -54,7 +61,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_compiled(
-    tmp_path: Path, compilations: list[CacheEntry], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, compilations: list[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is fresh in it may be used all the same."""
     entry = CacheEntry(tmp_path, "m", {"code": "0"})
@@ -63,7 +70,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_compiled(
     def refused(dir: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(inductor.tempfile, "TemporaryFile", refused)
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
     _, is_new = inductor.compiled(Step(), 2, entry)
     assert not is_new and len(compilations) == 1
     with pytest.raises(ConfigError, match=r"engine\.compile_cache=.*: Permission denied"):
@@ -71,16 +78,33 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_compiled(
     assert len(compilations) == 1
 
 
-def test_shapes_of_tensors_and_versions_are_facts(tmp_path: Path, compilations: list[CacheEntry]) -> None:
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o720, 0o702])
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c").chmod(mode)
+    with pytest.raises(ConfigError, match="writable by nobody else"):
+        inductor.compiled(Step(), 2, CacheEntry(tmp_path / "c", "m", {}))
+
+
+def test_a_new_folder_is_this_user_s_alone(tmp_path: Path, compilations: list[None]) -> None:
+    inductor.compiled(Step(), 2, CacheEntry(tmp_path / "a" / "b", "m", {}))
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+
+
+def test_shapes_of_tensors_and_versions_are_facts(tmp_path: Path, compilations: list[None]) -> None:
     entry = CacheEntry(tmp_path, "m", {"code": "0"})
     assert inductor.compiled(Step(), 2, entry)[1]
+    facts = stored(entry)
     assert not inductor.compiled(Step(), 2, entry)[1]
     assert inductor.compiled(Step(4), 2, entry)[1]
-    facts = compilations[0].facts
     assert {*facts} == {"code", "torch", "python", "compiler", "processor", "options", "tensors"}
     assert facts["torch"] == torch.__version__ and all(facts.values())
     # each tensor once, parameters of a module before its buffers
     described = "float32(3, 2)(2, 1) int64(4,)(1,) float32(2, 2)(2, 1) float32(2,)(1,)"
     assert facts["tensors"] == described
-    changed = {name for name in facts if facts[name] != compilations[1].facts[name]}
-    assert changed == {"tensors"}
+    assert {name for name in facts if facts[name] != stored(entry)[name]} == {"tensors"}
+
+
+def stored(entry: CacheEntry) -> dict[str, str]:
+    with zipfile.ZipFile(entry.path) as parts:
+        return dict(json.loads(parts.read("facts.json")))

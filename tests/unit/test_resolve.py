@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from longcat_pd.config.quantization import int8_section
-from longcat_pd.config.resolve import even_stages, instance_spec, load, model_path, standalone
+from longcat_pd.config.resolve import compile_cache, even_stages, instance_spec, load, model_path, standalone
 from longcat_pd.errors import ConfigError
 
 CHECKPOINT: dict[str, Any] = {
@@ -311,7 +311,11 @@ def test_graphs_have_sizes_and_a_folder_only_where_they_are_compiled(
     assert (config.prefill.engine.exe_mode, config.prefill.engine.buckets) == ("eager", ())
     assert config.prefill.engine.compile_cache == ""
     assert config.decode.engine.buckets == (1, 8)
-    assert config.decode.engine.compile_cache == str(tmp_path / "home" / ".cache" / "longcat_pd" / "compiled")
+    assert compile_cache(config.decode.engine) == tmp_path / "home" / ".cache" / "longcat_pd" / "compiled"
+    digest = instance_spec(config, "d0").config_digest
+    monkeypatch.setenv("HOME", "/elsewhere")  # of whoever runs the balancer
+    again = load(cluster, ["decode.engine.exe_mode=inductor"])
+    assert instance_spec(again, "d0").config_digest == digest
 
 
 def test_sizes_are_ascending_and_each_once(cluster: Path) -> None:

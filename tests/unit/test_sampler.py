@@ -45,10 +45,6 @@ def test_a_draw_depends_on_its_key_alone() -> None:
     together = sampled(logits, rules, positions)
     alone = [sampled(logits[i : i + 1], [rules[i]], [positions[i]])[0] for i in range(5)]
     assert together == alone
-    order = [3, 0, 4, 2, 1]
-    moved = SamplingRows.of(rules, CPU).rows(torch.tensor(order))
-    ids = sample(logits[order], moved, torch.tensor(positions)[order], OPS)
-    assert ids.tolist() == [together[i] for i in order]
 
 
 def test_every_part_of_the_key_reaches_the_draw() -> None:

@@ -20,7 +20,6 @@ def table() -> Ops:
         head_linear=rows.head_linear,
         rope=norm.rope,
         store=attention.store,
-        index_scores=indexer.index_scores,
         select_positions=indexer.select_positions,
         index_candidates=indexer.index_candidates,
         paged_attention=attention.paged_attention,

@@ -10,7 +10,7 @@ from longcat_pd.kernels.reference.rows import batched
 
 
 def index_scores(index_q: Tensor, weights: Tensor, *, cache: Tensor, block_tables: Tensor) -> Tensor:
-    """See ``ops.IndexScores``. In fp32 throughout: rounding to 16 bits would make ties of what differs."""
+    """Scores [B, Q, S] of all visible keys (see ``ops.IndexCandidates``). In fp32 throughout: 16 bits would make ties."""
     batch, rows, heads, width = index_q.shape
     keys = cache[block_tables].view(batch, -1, width).float()
     dots = batched(index_q.reshape(batch, rows * heads, width).float(), keys.transpose(1, 2)).relu()

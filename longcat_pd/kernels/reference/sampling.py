@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+MAX_ELEMENTS = 1 << 22  # logits that are drawn from at once: in fp64, sorted and summed up they take twenty times as much
+
 # splitmix64's constants as signed integers, whose sums and products wrap around to the same bits.
 _ODD = 0x9E3779B97F4A7C15 - 2**64
 _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
@@ -31,14 +33,18 @@ def keyed_uniform_static(seeds: Tensor, choices: Tensor, positions: Tensor) -> T
 
 def draw(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
     """See ``ops.Draw``. Sorts only rows with a filter, and no further than the largest ``top_k`` if all have one."""
-    num_ids = logits.shape[-1]
     chosen = logits.argmax(-1)
-    drawn = temperature.nonzero().squeeze(1)
-    if not len(drawn):
-        return chosen
-    scaled = _scaled(logits[drawn], temperature[drawn])
+    for drawn in torch.split(temperature.nonzero().squeeze(1), max(MAX_ELEMENTS // logits.shape[-1], 1)):
+        if len(drawn):
+            chosen[drawn] = _draw(logits[drawn], temperature[drawn], top_k[drawn], top_p[drawn], uniform[drawn])
+    return chosen
+
+
+def _draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+    num_ids = logits.shape[-1]
+    scaled = _scaled(logits, temperature)
     weights = scaled.softmax(-1)
-    counts, shares = _counts(top_k[drawn], num_ids), top_p[drawn]
+    counts, shares = _counts(top_k, num_ids), top_p
     cut = ((counts < num_ids) | (shares < 1.0)).nonzero().squeeze(1)
     if len(cut):
         scaled, counts = scaled[cut], counts[cut]
@@ -49,8 +55,7 @@ def draw(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, u
         if not torch.equal(stays.sum(-1, keepdim=True), count):
             stays = _first_of_equals(scaled, last, count)
         weights[cut] = weights[cut].masked_fill_(~stays, 0.0)
-    chosen[drawn] = _inverse_cdf(weights, uniform[drawn])
-    return chosen
+    return _inverse_cdf(weights, uniform)
 
 
 def draw_static(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
