@@ -7,6 +7,7 @@ are right, rows of padding, sequences that come and go, greedy and drawn. The ot
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -204,22 +205,30 @@ def test_int8(tiny: MakeCheckpoint, cache: Path, tmp_path: Path) -> None:
     assert difference(found, eager) < LIMIT
 
 
-@pytest.mark.slow
-def test_bfloat16(tiny: MakeCheckpoint, cache: Path) -> None:
-    """A graph rounds to bfloat16 at fewer places; where that decides between two tokens, texts part."""
-    spec = spec_of(tiny("2.0+predictable", dtype="bfloat16"), 3)
-    spec = replace(spec, instance=replace(spec.instance, model=replace(spec.instance.model, dtype="bfloat16")))
-    eager, _ = said_by(spec, CROWD)
-    found, _ = said_by(compiled(spec, cache), CROWD)
-    same, largest = 0, 0.0
-    for one, other in zip(found, eager, strict=True):
-        same += one.ids == other.ids
+def error_of(found: list[Said], exact: list[Said]) -> float:
+    """The mean of the log-probs' differences, as far as texts are the same."""
+    errors = []
+    for one, other in zip(found, exact, strict=True):
         for mine, theirs, a, b in zip(one.ids, other.ids, one.logprobs, other.logprobs, strict=True):
             if mine != theirs:
                 break
-            largest = max(largest, abs(a - b))
-    assert same >= len(LENGTHS) - 2
-    assert largest < 0.1
+            errors.append(abs(a - b))
+    assert len(errors) > sum(len(said.ids) for said in exact) / 2
+    return statistics.mean(errors)
+
+
+@pytest.mark.slow
+def test_bfloat16(tiny: MakeCheckpoint, cache: Path) -> None:
+    """A graph rounds to bfloat16 at other places than eager mode, so texts may part; it is as near to the same weights in
+    fp32 as eager mode is."""
+    exact = spec_of(tiny("2.0+predictable", dtype="bfloat16"), 3)
+    spec = replace(exact, instance=replace(exact.instance, model=replace(exact.instance.model, dtype="bfloat16")))
+    wanted, _ = said_by(exact, CROWD)
+    eager, _ = said_by(spec, CROWD)
+    found, _ = said_by(compiled(spec, cache), CROWD)
+    of_graph, of_eager = error_of(found, wanted), error_of(eager, wanted)
+    print(f"mean error of log-probs: {of_graph:.4f}, eager {of_eager:.4f}")
+    assert 0 < of_graph < 1.5 * of_eager
 
 
 def life_on_rank(spec: RankSpec, mesh: Mesh) -> tuple[list[Said], int]:
