@@ -29,6 +29,8 @@ from longcat_pd.sizing.preflight import free_memory_bytes, port_findings, total_
 DEFAULT_CONFIG = Path("deploy/config/cluster/local-cpu.yaml")
 DEFAULT_CHECKPOINT = Path(".run/models/tiny-2.0")
 READY_LINE = "The server is fired up and ready to roll!"
+START_S = 300.0  # until everything is ready, if nothing has to be compiled
+COMPILE_S = 300.0  # more for each graph: half a minute on an idle core
 LOOK_S = 0.5  # between two looks at /ready; the end of a process is noticed at once
 HELPERS_END_S = 3.0  # what a driver leaves behind ends by itself within this, if it ends at all
 EXIT_OK, EXIT_FAILED, EXIT_REFUSED, EXIT_NOT_RUNNING = 0, 1, 2, 3
@@ -97,7 +99,7 @@ def _start(folder: RunFolder, config: Path, *, options: argparse.Namespace) -> i
         children = Children()
         state = _launch_all(folder, config, cluster=cluster, overrides=options.overrides, children=children)
         try:
-            _wait_until_ready(state, children, timeout_s=options.timeout_s or 300.0)
+            _wait_until_ready(state, children, timeout_s=options.timeout_s or _patience_s(cluster))
         except StartFailed as failure:
             _report(failure)
             _end(folder, state, drain_s=5.0)
@@ -161,6 +163,12 @@ def _services(cluster: ClusterConfig, url: str) -> Iterator[tuple[str, list[str]
     yield "balancer", ["longcat_pd.load_balancer"], url
 
 
+def _patience_s(cluster: ClusterConfig) -> float:
+    """How long a start may take: a rank compiles its graphs one after the other before it is ready."""
+    graphs = max(len(pool.engine.buckets) for _, pool in pools(cluster))
+    return START_S + graphs * COMPILE_S
+
+
 def _wait_until_ready(state: State, children: Children, *, timeout_s: float) -> None:
     """Until the balancer sees a linked pair. Raises StartFailed when a process ends first or time is over."""
     began, shown = time.monotonic(), ""
@@ -174,7 +182,7 @@ def _wait_until_ready(state: State, children: Children, *, timeout_s: float) -> 
             _say(f"{waited:5.1f} s: {reasons}")
             shown = reasons
         if waited > timeout_s:
-            raise StartFailed(f"not ready after {timeout_s:g} s: {reasons}")
+            raise StartFailed(f"not ready after {timeout_s:g} s (--timeout-s waits longer): {reasons}")
         if wait_for_end(state.processes, timeout_s=LOOK_S, all_of_them=False):
             culprit = next(process for process in state.processes if not process.is_alive)
             code = children.exit_status(culprit)

@@ -68,6 +68,7 @@ class StepForms:
         compile_step: Compile = importlib.import_module(COMPILERS[engine.exe_mode]).compiled
         for size in sorted(engine.buckets):
             began = time.monotonic()
+            logger().info("step_compiling", num_seqs=size, sizes=list(engine.buckets))
             entry = CacheEntry(compile_cache(engine), f"{name}-seqs{size}", {**facts, "num_seqs": str(size)})
             self._forms[size], is_new = compile_step(self._step, size, entry)
             self.num_compilations += is_new

@@ -59,6 +59,7 @@ class Progress:
     prefilled: Mapping[str, Any] | None = None
     failure: Failure | None = None
     failed_at: str | None = None
+    is_told: bool = False  # the client has the whole answer
     cut_by: str | None = None  # client, deadline, drain
     last_sent: float = 0.0
 
@@ -125,7 +126,10 @@ class Proxy:
         if call.is_stream and self._config.keepalive_comment_s > 0:
             helpers.append(asyncio.ensure_future(self._keep_alive(client, progress)))
         try:
-            done, _ = await asyncio.wait({work, left, late, cut}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {work, left, late, cut}
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if progress.is_told and work not in done:  # who has the whole answer may go while the legs are closed
+                done, _ = await asyncio.wait(ends - {left}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             # whatever ended it, the calls to the workers are closed before anything else happens
             await _end(work, *helpers)
@@ -180,6 +184,7 @@ class Proxy:
         if isinstance(first, Whole):  # when its first token came is not to be seen from here
             await client.start(200, {**JSON_HEAD, "Content-Length": str(len(first.body))})
             await client.finish(first.body)
+            progress.is_told = True
             return
         progress.first_token = progress.last_sent
         if not client.is_started:
@@ -190,6 +195,7 @@ class Proxy:
             self._note(piece, progress)
             await client.send(_raw(piece))
         await client.finish()
+        progress.is_told = True
 
     def _note_attempt(self, attempt: Attempt, progress: Progress) -> None:
         old, progress.transfer_id = progress.transfer_id, attempt.transfer_id
