@@ -39,6 +39,7 @@ class StepForms:
         self._padding = step.state.padding
         self._forms: dict[int, Form] = {}
         self.num_compilations = 0
+        self._is_quiet = spec.rank > 0  # what one rank says, the others would repeat
         engine = spec.instance.engine
         if engine.exe_mode in COMPILERS:
             shape = {
@@ -66,11 +67,12 @@ class StepForms:
 
     def _compile(self, engine: EngineConfig, facts: Mapping[str, str], *, name: str) -> None:
         compile_step: Compile = importlib.import_module(COMPILERS[engine.exe_mode]).compiled
+        say = logger().debug if self._is_quiet else logger().info
         for size in sorted(engine.buckets):
             began = time.monotonic()
-            logger().info("step_compiling", num_seqs=size, sizes=list(engine.buckets))
+            say("step_compiling", num_seqs=size, sizes=list(engine.buckets))
             entry = CacheEntry(compile_cache(engine), f"{name}-seqs{size}", {**facts, "num_seqs": str(size)})
             self._forms[size], is_new = compile_step(self._step, size, entry)
             self.num_compilations += is_new
             seconds = round(time.monotonic() - began, 3)
-            logger().info("step_compiled", num_seqs=size, seconds=seconds, source="compiler" if is_new else "cache")
+            say("step_compiled", num_seqs=size, seconds=seconds, source="compiler" if is_new else "cache")

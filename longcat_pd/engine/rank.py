@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn
 
-from longcat_pd import log, wire
+from longcat_pd import wire
 from longcat_pd.config.schema import RankSpec
 from longcat_pd.engine.handover import MakeLanes, no_lanes
 from longcat_pd.engine.outbox import Outbox
@@ -38,7 +38,6 @@ def main(config: str) -> None:
 
 def run_rank(spec: RankSpec, make_lanes: MakeLanes) -> None:
     """The life of a rank process. Returns after a Stop; ends the process with a status when something fails."""
-    log.set_up(level="info" if spec.rank == 0 else "warning")  # what one rank says, the others would repeat
     platform_of(spec.instance.device).prepare_rank()
     outbox = Outbox(spec)
     steps = _Steps(spec, outbox)
