@@ -182,7 +182,7 @@ def _wait_until_ready(state: State, children: Children, *, timeout_s: float) -> 
             _say(f"{waited:5.1f} s: {reasons}")
             shown = reasons
         if waited > timeout_s:
-            raise StartFailed(f"not ready after {timeout_s:g} s (--timeout-s waits longer): {reasons}")
+            raise StartFailed(f"not ready after {timeout_s:g} s: {reasons} (--timeout-s waits longer)")
         if wait_for_end(state.processes, timeout_s=LOOK_S, all_of_them=False):
             culprit = next(process for process in state.processes if not process.is_alive)
             code = children.exit_status(culprit)
