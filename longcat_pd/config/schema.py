@@ -26,19 +26,41 @@ class ModelSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How one instance is split over its ranks. Unset sizes are 1."""
+    """How one instance is split over its ranks. Unset sizes are 1.
+
+    Ranks are numbered pp x dp x cp x attn_tp, the last one fastest. The sizes below ``attn_tp_size`` are of groups of
+    neighbours in a pipeline stage, each independent of the others; ``o_proj`` follows ``attn_tp_size``.
+    """
 
     pp_size: int = 1
     cp_size: int = 1
     dp_size: int = 1
     kvp_size: int = 1
     attn_tp_size: int = 1
+    dense_tp_size: int = 1  # the dense MLPs
+    moe_tp_size: int = 1  # every expert; not together with ep_size
+    ep_size: int = 1  # the experts, each whole on one rank
+    embed_tp_size: int = 1  # rows of the word embedding
+    lmhead_tp_size: int = 1  # rows of the head
+    ngram_embed_tp_size: int = 0  # rows of the n-gram tables; resolved: as embed_tp_size
+    moe_dispatch: Literal["gather", "all_to_all", "two_level", "fused"] = "gather"
+    node_size: int = 0  # nodes that the ranks of one ep group lie on, for two_level; resolved: by devices_per_node
     layers_per_stage: tuple[int, ...] = ()  # resolved: even, larger stages first
 
     @property
     def world_size(self) -> int:
         """Ranks of one instance."""
-        return self.pp_size * self.cp_size * self.dp_size * self.kvp_size
+        return self.pp_size * self.stage_size
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.dp_size * self.cp_size * self.group_size
+
+    @property
+    def group_size(self) -> int:
+        """Ranks of one group: those that have the same rows of attention, apart from cp."""
+        return max(self.kvp_size, self.attn_tp_size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from longcat_pd.config.schema import EngineConfig
 from longcat_pd.engine.inputs import NOWHERE
 from longcat_pd.engine.sampler import SamplingRows
 from longcat_pd.engine.slots import SlotState
-from longcat_pd.models.batch import ForwardInputs
+from longcat_pd.models.batch import ForwardInputs, Rows
 from longcat_pd.parallel.layout import CacheShard
 
 _NO_TOKEN = -1  # before the start of a sequence
@@ -27,7 +27,8 @@ class DecodeShape:
     """Sizes of the state.
 
     ``num_slots`` without the padding's; ``num_columns`` of the block tables; ``num_drafts`` of a window; ``ngram_order``:
-    N of the over-embedding, or 0; ``hidden_size`` of the states that the draft layer starts from.
+    N of the over-embedding, or 0; ``hidden_size`` of the states that the draft layer starts from; ``group_size``: ranks
+    that have the same rows.
     """
 
     num_slots: int
@@ -36,10 +37,18 @@ class DecodeShape:
     num_drafts: int
     ngram_order: int
     hidden_size: int
+    group_size: int = 1
 
     @classmethod
     def of(
-        cls, engine: EngineConfig, shard: CacheShard, *, num_groups: int, ngram_order: int, hidden_size: int
+        cls,
+        engine: EngineConfig,
+        shard: CacheShard,
+        *,
+        num_groups: int,
+        group_size: int = 1,
+        ngram_order: int,
+        hidden_size: int,
     ) -> DecodeShape:
         """The slots of one group, with tables that cover the longest reservation."""
         num_blocks = -(-(engine.max_model_len + engine.num_draft_tokens) // engine.block_size)
@@ -50,6 +59,7 @@ class DecodeShape:
             num_drafts=engine.num_draft_tokens,
             ngram_order=ngram_order,
             hidden_size=hidden_size,
+            group_size=group_size,
         )
 
     @property
@@ -162,6 +172,8 @@ class DecodeState(nn.Module):
             table_stride=self._stride,
             gather_blocks=None,
             output_rows=None,
+            rows=Rows.even(batch * width, self.shape.group_size),
+            outputs=Rows.even(batch * width, self.shape.group_size),
             is_whole=not lengths,
         )
 

@@ -32,7 +32,8 @@ class Decoder:
         shape = DecodeShape.of(
             spec.instance.engine,
             mesh.cache_shard,
-            num_groups=mesh.axis("dp").size,
+            num_groups=mesh.layout.axis("dp").size,
+            group_size=mesh.axis("attn_tp").size,
             ngram_order=loaded.ngram_order,
             hidden_size=loaded.hidden_size,
         )

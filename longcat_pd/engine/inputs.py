@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from longcat_pd.engine.slots import Int64s, Span
-from longcat_pd.models.batch import ForwardInputs
+from longcat_pd.models.batch import ForwardInputs, Rows
 from longcat_pd.parallel.layout import CacheShard
 
 NOWHERE = 1 << 40  # a position above every position
@@ -30,17 +30,26 @@ class _Tables:
 class InputsBuilder:
     """Fills ForwardInputs. ``ngram_order``: N of the over-embedding, 0 where this rank embeds without it.
 
-    ``has_draft``: this rank has the draft layer, which takes the rows of prompts too.
+    ``has_draft``: this rank has the draft layer, which takes the rows of prompts too. ``group_size``: ranks that have the
+    same rows.
     """
 
     def __init__(
-        self, shard: CacheShard, block_size: int, ngram_order: int, device: torch.device, *, has_draft: bool = False
+        self,
+        shard: CacheShard,
+        block_size: int,
+        ngram_order: int,
+        device: torch.device,
+        *,
+        has_draft: bool = False,
+        group_size: int = 1,
     ) -> None:
         self._shard = shard
         self._block_size = block_size
         self._ngram_order = ngram_order
         self._device = device
         self._has_draft = has_draft
+        self._group_size = group_size
 
     def build(self, spans: Sequence[Span]) -> ForwardInputs:
         """The batch of one step; at least one span."""
@@ -63,8 +72,20 @@ class InputsBuilder:
             table_stride=self._shard.num_ranks if self._shard.access == "partitioned" else 1,
             gather_blocks=None if tables.gather is None else self._tensor(tables.gather),
             output_rows=self._tensor(self._output_rows(spans, rows, offsets)),
+            rows=self._rows(spans),
+            outputs=Rows.even(sum(span.wants_token for span in spans), self._group_size),
             next_token_ids=self._next_token_ids(spans, rows),
         )
+
+    def _rows(self, spans: Sequence[Span]) -> Rows:
+        """All ranks of a stage know the rows of all, so they need not tell each other."""
+        if self._shard.access != "gathered":
+            return Rows.even(sum(span.end - span.start for span in spans), self._group_size)
+        by_rank = np.zeros(self._shard.num_ranks, dtype=np.int64)
+        for span in spans:
+            ranks = span.state.block_ranks[np.arange(span.start, span.end) // self._block_size]
+            by_rank += np.bincount(ranks, minlength=len(by_rank))
+        return Rows(int(by_rank[self._shard.rank]), int(by_rank.max()))
 
     def _own_positions(self, span: Span) -> Int64s:
         """The positions whose rows this rank computes, ascending."""

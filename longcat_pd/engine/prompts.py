@@ -35,7 +35,12 @@ class PromptStage:
         self._loaded = loaded
         self._mesh = mesh
         self._inputs = InputsBuilder(
-            mesh.cache_shard, loaded.cache.block_size, loaded.ngram_order, loaded.device, has_draft=loaded.has_draft
+            mesh.cache_shard,
+            loaded.cache.block_size,
+            loaded.ngram_order,
+            loaded.device,
+            has_draft=loaded.has_draft,
+            group_size=mesh.axis("attn_tp").size,
         )
         self._sending: PendingSend | None = None
 

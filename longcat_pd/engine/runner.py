@@ -77,7 +77,7 @@ class ModelRunner:
             blocks_reserved=lanes.reserved_blocks,
             blocks_live=len(self._live),
             blocks_quarantined=sum(block not in self._live for block in lanes.quarantined),
-            slots_total=self._spec.instance.engine.max_num_seqs // self._mesh.axis("dp").size,
+            slots_total=self._spec.instance.engine.max_num_seqs // self._mesh.layout.axis("dp").size,
             slots_used=len(self._slots),
             lanes_posted=lanes.posted,
             lanes_unsent=lanes.unsent,

@@ -11,6 +11,28 @@ from dataclasses import dataclass
 import torch
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How many rows there are, of a step or of its outputs, and what a rank hands in where rows of several ranks meet.
+
+    Attributes:
+        num: rows of this rank's group, which all ranks of ``attn_tp`` have; in context parallel those of this rank alone.
+        share: rows that every rank of the stage hands in, the same number on all of them: of ``num`` rows the rank at place
+            r of ``attn_tp`` hands in ``r * share ... (r + 1) * share - 1``, with zeros for what is missing. 0 only if no
+            rank of the stage has a row.
+        is_split: between attentions a rank of ``attn_tp`` keeps its share only (sequence parallel), not all rows.
+    """
+
+    num: int
+    share: int
+    is_split: bool = False
+
+    @classmethod
+    def even(cls, num: int, group_size: int) -> Rows:
+        """Rows of a step in which all groups have equally many."""
+        return cls(num, -(-num // group_size))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardInputs:
     """One step's rows, packed sequence after sequence.
@@ -42,5 +64,7 @@ class ForwardInputs:
     table_stride: int
     gather_blocks: torch.Tensor | None  # [num_gather] int64 local block ids to contribute, padded with 0; GatheredKV only
     output_rows: torch.Tensor | None  # [R] int64: rows of this rank whose logits are wanted; None: all
+    rows: Rows  # of the T rows
+    outputs: Rows  # of the R output rows, which in context parallel all ranks of cp have
     next_token_ids: torch.Tensor | None = None  # [T] int64, t_{i+1} (0: not known); where the draft layer takes these rows
     is_whole: bool = False  # kv_lens is what tables have room for: operators find in the tables how much there is

@@ -7,7 +7,21 @@ from typing import Literal
 
 from longcat_pd.config.schema import ParallelConfig
 
-AxisName = Literal["pp", "cp", "dp", "kvp", "attn_tp"]
+AxisName = Literal[
+    "pp",
+    "cp",
+    "dp",
+    "kvp",
+    "attn_tp",
+    "dense_tp",
+    "moe_tp",
+    "ep",
+    "node",
+    "local",
+    "embed_tp",
+    "lmhead_tp",
+    "ngram_embed_tp",
+]
 KVAccess = Literal["local", "gathered", "partitioned"]
 
 
@@ -40,8 +54,9 @@ class CacheShard:
 class ParallelLayout:
     """The axes of one instance, outermost first. ``size * stride`` of every axis divides the world.
 
-    A prefill instance is pp x cp, a decode instance dp x kvp; one inside the other they tile the world. ``attn_tp`` is the
-    same set of ranks as ``kvp`` under the name that the projections use.
+    pp x dp x cp x group tile the world; a group is the ranks of ``attn_tp``, of ``kvp``, or of both, which are the same set
+    under two names then. The axes of other parts of the model are runs of neighbours in a stage. ``ep`` is ``node`` x
+    ``local``: ranks that share a node are neighbours.
     """
 
     world_size: int
@@ -50,24 +65,40 @@ class ParallelLayout:
     @classmethod
     def of(cls, parallel: ParallelConfig) -> ParallelLayout:
         """The layout of a configuration, which was checked by the resolver."""
-        assert parallel.attn_tp_size in (1, parallel.kvp_size), (parallel.attn_tp_size, parallel.kvp_size)
+        assert parallel.attn_tp_size == 1 or parallel.kvp_size in (1, parallel.attn_tp_size), parallel
         tiling: tuple[tuple[AxisName, int], ...] = (
             ("pp", parallel.pp_size),
             ("dp", parallel.dp_size),
             ("cp", parallel.cp_size),
-            ("kvp", parallel.kvp_size),
         )
         stride = parallel.world_size
         axes = []
         for name, size in tiling:
             stride //= size
             axes.append(Axis(name, size, stride))
-        axes.append(Axis("attn_tp", parallel.attn_tp_size, 1))
+        neighbours: tuple[tuple[AxisName, int], ...] = (
+            ("kvp", parallel.kvp_size),
+            ("attn_tp", parallel.attn_tp_size),
+            ("dense_tp", parallel.dense_tp_size),
+            ("moe_tp", parallel.moe_tp_size),
+            ("ep", parallel.ep_size),
+            ("embed_tp", parallel.embed_tp_size),
+            ("lmhead_tp", parallel.lmhead_tp_size),
+            ("ngram_embed_tp", parallel.ngram_embed_tp_size or parallel.embed_tp_size),
+        )
+        for name, size in neighbours:
+            assert parallel.stage_size % size == 0, (name, size, parallel.stage_size)
+            axes.append(Axis(name, size, 1))
+        if parallel.moe_dispatch == "two_level":
+            num_nodes = parallel.node_size or 1
+            assert parallel.ep_size % num_nodes == 0, (parallel.ep_size, num_nodes)
+            num_local = parallel.ep_size // num_nodes
+            axes += [Axis("node", num_nodes, num_local), Axis("local", num_local, 1)]
         return cls(parallel.world_size, tuple(axes))
 
     def axis(self, name: AxisName) -> Axis:
-        """The axis of that name."""
-        return next(axis for axis in self.axes if axis.name == name)
+        """The axis of that name; of size 1 where the layout has none."""
+        return next((axis for axis in self.axes if axis.name == name), Axis(name, 1, 1))
 
     def coordinate(self, rank: int, name: AxisName) -> int:
         """The place of ``rank`` on an axis."""
@@ -95,9 +126,9 @@ class ParallelLayout:
         return CacheShard("local", 1, 0)
 
     def is_reporting(self, rank: int) -> bool:
-        """Whether ``rank`` reports sampled tokens: the first rank of the last stage, and of each decode group."""
+        """Whether ``rank`` reports sampled tokens: the first rank of each group, in the last stage."""
         last_stage = self.coordinate(rank, "pp") == self.axis("pp").size - 1
-        return last_stage and self.coordinate(rank, "cp") == 0 and self.coordinate(rank, "kvp") == 0
+        return last_stage and all(self.coordinate(rank, name) == 0 for name in ("cp", "kvp", "attn_tp"))
 
 
 def layers_of_stage(parallel: ParallelConfig, num_layers: int, pp_rank: int) -> range:

@@ -14,6 +14,8 @@ from longcat_pd.parallel.platform import platform_of
 
 JOIN_LIMIT_S = 20.0  # until all ranks of the instance have come to the rendezvous: they are started together
 
+_SILENT: frozenset[AxisName] = frozenset({"dp"})  # groups compute beside each other; what joins them has other axes
+
 
 class Mesh:
     """A layout, a rank in it, and one group for each of its axes."""
@@ -29,6 +31,7 @@ class Mesh:
                 groups.get(axis.name),
             )
             for axis in layout.axes
+            if axis.name not in _SILENT
         }
 
     @classmethod
@@ -51,19 +54,18 @@ class Mesh:
         # the driver judges a slow step first (step_timeout_s); a collective gives up only after the driver has
         timeout = timedelta(seconds=spec.instance.engine.step_timeout_s + spec.instance.engine.rank_lost_s)
         groups: dict[AxisName, dist.ProcessGroup] = {}
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}  # axes of the same ranks share a group
         for axis in layout.axes:  # all ranks make all groups, in the same order
-            if axis.name == "attn_tp" and axis.size > 1:
-                groups["attn_tp"] = groups["kvp"]
-            elif axis.size > 1:
+            if axis.size > 1 and axis.name not in _SILENT:
                 for ranks in layout.groups(axis.name):
-                    group = dist.new_group(list(ranks), timeout=timeout)
-                    if rank in ranks:
-                        groups[axis.name] = group
+                    if ranks not in made:
+                        made[ranks] = dist.new_group(list(ranks), timeout=timeout)
+                groups[axis.name] = made[layout.group_of(rank, axis.name)]
         return cls(layout, rank, groups)
 
     def axis(self, name: AxisName) -> AxisGroup:
-        """The group of an axis; of size 1 where the layout does not split along it."""
-        return self._axes[name]
+        """The group of an axis; of size 1 where the layout does not split along it, or its ranks never talk along it."""
+        return self._axes.get(name) or AxisGroup(name, 1, 0, None)
 
     @property
     def cache_shard(self) -> CacheShard:
@@ -72,7 +74,7 @@ class Mesh:
 
     def coordinate(self, name: AxisName) -> int:
         """This rank's place on an axis."""
-        return self._axes[name].rank
+        return self.layout.coordinate(self.rank, name)
 
     def leave(self) -> None:
         """Ends the groups."""

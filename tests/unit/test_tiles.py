@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from longcat_pd.models import tiles as module
-from longcat_pd.models.batch import ForwardInputs
+from longcat_pd.models.batch import ForwardInputs, Rows
 from longcat_pd.models.tiles import Cost, Tile, tiles
 
 BLOCK = 4
@@ -29,6 +29,8 @@ def batch(lengths: list[int], kv_lens: list[int], *, columns: int = 10, stride: 
         table_stride=stride,
         gather_blocks=None,
         output_rows=rows,
+        rows=Rows.even(len(rows), 1),
+        outputs=Rows.even(len(rows), 1),
     )
 
 
