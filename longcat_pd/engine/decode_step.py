@@ -49,8 +49,8 @@ class DecodeStep(nn.Module):
             token_ids=line[:, -shape.window :],
             ngram_windows=state.windows(line) if shape.ngram_order else None,
         )
-        final = self._model.final(self._model.forward(inputs, None, None), None)
-        logits = self._model.logits(final)
+        final = self._model.final(self._model.forward(inputs, None, None), inputs)
+        logits = self._model.logits(final, inputs.outputs)
         drawn = sample(logits, state.sampling(slots), positions.flatten() + 1, self._ops).view(-1, shape.window)
         count = accepted(drawn, line[:, shape.history :])
         self._remember(slots, torch.cat((recent, drawn), 1), count, final)

@@ -14,6 +14,7 @@ from longcat_pd.engine.inputs import InputsBuilder
 from longcat_pd.engine.rank_model import RankModel
 from longcat_pd.engine.sampler import SamplingRows, sample
 from longcat_pd.engine.slots import SlotState, Span
+from longcat_pd.models.batch import Rows
 from longcat_pd.parallel.collectives import PendingSend
 from longcat_pd.parallel.mesh import Mesh
 
@@ -55,22 +56,22 @@ class PromptStage:
             self._pass_on(hidden)
             return []
         wanting = [span.state for span in spans if span.wants_token]
-        return self._drawn(self._loaded.model.final(hidden, inputs.output_rows), wanting) if wanting else []
+        return self._drawn(self._loaded.model.final(hidden, inputs), inputs.outputs, wanting) if wanting else []
 
     def close(self) -> None:
         """Lets the last message to the next stage leave."""
         if self._sending is not None:
             self._sending.wait()
 
-    def _drawn(self, final: torch.Tensor, states: Sequence[SlotState]) -> list[FirstToken]:
-        logits = self._loaded.model.logits(final)
+    def _drawn(self, final: torch.Tensor, rows: Rows, states: Sequence[SlotState]) -> list[FirstToken]:
+        logits = self._loaded.model.logits(final, rows)
         rules = SamplingRows.of([state.sampling for state in states], logits.device)
         places = torch.tensor([state.num_tokens for state in states], device=logits.device)
         tokens: list[int] = sample(logits, rules, places, self._loaded.ops).tolist()
         for state, token in zip(states, tokens, strict=True):
             state.append(token)
-        rows = zip(states, tokens, torch.split(logits, 1), torch.split(final, 1), strict=True)
-        return [FirstToken(state, token, row, hidden) for state, token, row, hidden in rows]
+        found = zip(states, tokens, torch.split(logits, 1), torch.split(final, 1), strict=True)
+        return [FirstToken(state, token, row, hidden) for state, token, row, hidden in found]
 
     def _received(self, num_rows: int) -> torch.Tensor:
         pp = self._mesh.axis("pp")

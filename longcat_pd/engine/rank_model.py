@@ -71,6 +71,7 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
         dtype=dtype,
         device=device,
         int8=int8,
+        moe_dispatch=instance.parallel.moe_dispatch,
         has_draft=has_draft,
     )
     model = CausalLM(context)

@@ -66,7 +66,7 @@ class ModelDrafts(nn.Module):
             position = (seen.newest - 1 + number).unsqueeze(1)
             inputs = _behind(state.inputs(seen.slots, position, lengths=seen.lengths, token_ids=tokens[-1]))
             hidden, chosen = self._model.draft_step(hidden, inputs, chosen)
-            tokens.append(self._model.logits(hidden).argmax(-1))
+            tokens.append(self._model.best(hidden, inputs.outputs))
         return torch.stack(tokens[1:], 1)
 
     def _catch_up(self, seen: Seen, final: Tensor, count: Tensor) -> None:

@@ -173,7 +173,7 @@ def _index_candidates(
 def _grouped_experts_shapes(
     x: Tensor, expert_ids: Tensor, weights: Tensor, matrices: list[Tensor], is_steady: bool
 ) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=torch.float64 if is_steady else torch.float32)
 
 
 @node(_grouped_experts_shapes)

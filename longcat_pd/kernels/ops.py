@@ -175,8 +175,8 @@ class GroupedExperts(Protocol):
     """``sum_k weights[t, k] * expert(x[t])`` over the chosen experts below E; higher ids contribute nothing.
 
     ``x`` [T, hidden], ``expert_ids`` and ``weights`` [T, topk], ``gate_up`` [E, hidden, 2 f], ``down`` [E, f, hidden]
-    -> [T, hidden] fp32. Where one comes with a scale, [E, 2 f] or [E, hidden] fp32, it is int8 and lies as ``LinearInt8``
-    wants it, [E, 2 f, hidden] or [E, hidden, f].
+    -> [T, hidden] fp32 (fp64 in a steady table). Where one comes with a scale, [E, 2 f] or [E, hidden] fp32, it is int8 and
+    lies as ``LinearInt8`` wants it, [E, 2 f, hidden] or [E, hidden, f].
     """
 
     def __call__(

@@ -16,15 +16,15 @@ from longcat_pd.models.context import ModelContext
 from longcat_pd.models.indexer import Indexer
 from longcat_pd.models.kv_access import KVAccess
 from longcat_pd.models.linear import (
-    GatheringLinear,
     Linear,
     Piece,
     RmsNorm,
-    RowLinear,
     copy_into,
     empty_parameter,
     share_of,
+    summing_linear,
 )
+from longcat_pd.models.rows import RowExchange
 from longcat_pd.models.weight_spec import WeightSpec
 
 
@@ -52,9 +52,8 @@ class Attention(nn.Module):
         )
         self.kv_up = _HeadMaps(context, f"{name}.kv_b_proj", heads=heads)
         o_shape = (hidden, config.num_attention_heads * config.v_head_dim)
-        # Where int8 products follow, a last bit that depends on the number of ranks can become a whole step.
-        output = GatheringLinear if context.int8 else RowLinear
-        self.o_proj = output(context, f"{name}.o_proj", shape=o_shape, group=group)
+        self._exchange = RowExchange(group, group)
+        self.o_proj = summing_linear(context, f"{name}.o_proj", shape=o_shape, exchange=self._exchange)
         self.indexer = (
             Indexer(context, attention, name=f"{name}.indexer", kv_access=kv_access)
             if config.owns_index(attention)
@@ -64,10 +63,11 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rotation: Tensor, *, inputs: ForwardInputs, keys: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """[T, hidden] -> [T, hidden], and the keys that the rows attended to.
+        """The stream [T, hidden] -> the stream [T, hidden], and the keys that the rows attended to.
 
         ``keys`` is the selection of the attention before, used where this one owns no indexer; None: all visible keys.
         """
+        x = self._whole(x, inputs)
         q_lora = self._store(x, rotation, inputs)
         if self.indexer is not None:
             keys = self.indexer(x, q_lora, rotation=rotation, inputs=inputs)
@@ -77,6 +77,7 @@ class Attention(nn.Module):
         self, x: Tensor, rotation: Tensor, *, inputs: ForwardInputs, keys: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Like ``forward`` with a selection that was made for an earlier row: it, and the new row's own position."""
+        x = self._whole(x, inputs)
         q_lora = self._store(x, rotation, inputs)
         if keys is not None:
             keys = self._kv_access.with_own(keys, inputs)
@@ -84,6 +85,7 @@ class Attention(nn.Module):
 
     def write(self, x: Tensor, rotation: Tensor, *, inputs: ForwardInputs) -> None:
         """Only the cache entries of the rows."""
+        x = self._whole(x, inputs)
         self._store(x, rotation, inputs)
         if self.indexer is not None:
             self.indexer.store(x, rotation, inputs=inputs)
@@ -94,6 +96,10 @@ class Attention(nn.Module):
             yield from module.weight_specs()
         if self.indexer is not None:
             yield from self.indexer.weight_specs()
+
+    def _whole(self, stream: Tensor, inputs: ForwardInputs) -> Tensor:
+        """An attention has all rows, whoever keeps them between attentions."""
+        return self._exchange.spread(stream, inputs.rows)[: inputs.rows.num]
 
     def _store(self, x: Tensor, rotation: Tensor, inputs: ForwardInputs) -> Tensor:
         """Writes latents and rope parts; the normed query latents [T, q_lora_rank]."""
@@ -109,7 +115,7 @@ class Attention(nn.Module):
     def _attend(self, q_lora: Tensor, rotation: Tensor, *, keys: Tensor | None, inputs: ForwardInputs) -> Tensor:
         q = self._queries(q_lora, rotation)
         latents = self._kv_access.attend(self._attention, q, keys=keys, inputs=inputs)
-        out: Tensor = self.o_proj(self.kv_up.values(latents.to(q_lora.dtype)))
+        out: Tensor = self.o_proj(self.kv_up.values(latents.to(q_lora.dtype)), inputs.rows)
         return out
 
     def _queries(self, q_lora: Tensor, rotation: Tensor) -> Tensor:

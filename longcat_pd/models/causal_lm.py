@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
-from longcat_pd.models.batch import ForwardInputs
+from longcat_pd.models.batch import ForwardInputs, Rows
 from longcat_pd.models.context import ModelContext
 from longcat_pd.models.decoder import Stack
 from longcat_pd.models.embedding import LmHead, VocabEmbedding
@@ -36,7 +36,7 @@ class CausalLM(nn.Module):
                 yield from module.weight_specs()
 
     def forward(self, inputs: ForwardInputs, hidden: Tensor | None, on_layer: Callable[[int], None] | None) -> Tensor:
-        """[T, hidden] behind this stage's layers.
+        """The stream [T, hidden] behind this stage's layers.
 
         ``hidden`` is what the stage before sent; the first stage takes None and embeds token ids. ``on_layer(l)`` is called
         after each layer, when its cache entries are written; the draft layer, number ``num_layers``, is the last.
@@ -50,19 +50,34 @@ class CausalLM(nn.Module):
                 on_layer(self._draft_number)
         return out
 
-    def final(self, hidden: Tensor, output_rows: Tensor | None) -> Tensor:
-        """[R, hidden]: rows of ``forward``'s result behind the final norm, on all ranks of the stage. Last stage only.
+    def final(self, hidden: Tensor, inputs: ForwardInputs) -> Tensor:
+        """[R, hidden]: output rows of ``forward``'s result behind the final norm. Last stage only.
 
-        None: all rows. A row number -1 belongs to another rank of the ``cp`` axis; all its ranks call with equally many.
+        All ranks of the stage call it, also without rows; those of ``cp``, and those of a group, get the same.
         """
         assert self.head is not None, "only the last stage has a head"
-        return self.head.final(hidden, output_rows)
+        return self.head.final(hidden, inputs)
 
-    def logits(self, final: Tensor) -> Tensor:
-        """[R, V] fp32 of final hidden states, the target's or a draft's; equal on all ranks of the stage."""
+    def logits(self, final: Tensor, rows: Rows) -> Tensor:
+        """[R, V] fp32 of final hidden states, the target's or a draft's; equal on all ranks that have the rows."""
         assert self.head is not None, "only the last stage has a head"
-        logits: Tensor = self.head(final)
+        logits: Tensor = self.head(final, rows)
         return logits
+
+    def candidates(self, final: Tensor, rows: Rows, count: int) -> tuple[Tensor, Tensor]:
+        """Logits and ids [R, n] among which are the ``count`` best of each row (see ``LmHead.candidates``)."""
+        assert self.head is not None, "only the last stage has a head"
+        return self.head.candidates(final, rows, count)
+
+    def best(self, final: Tensor, rows: Rows) -> Tensor:
+        """The id [R] with the best logit of each row."""
+        assert self.head is not None, "only the last stage has a head"
+        return self.head.best(final, rows)
+
+    @property
+    def has_split_head(self) -> bool:
+        """Whether logits of all ids have to be brought together."""
+        return self.head is not None and self.head.is_split
 
     def write_drafts(self, final: Tensor, inputs: ForwardInputs) -> None:
         """Cache entries of the draft layer for this rank's rows, from their final hidden states [T, hidden]."""
@@ -76,13 +91,13 @@ class CausalLM(nn.Module):
         """
         assert self.draft is not None and self.head is not None
         out, chosen = self.draft(final, inputs, chosen)
-        return self.head.rows(out, inputs.output_rows), chosen
+        return self.head.rows(out, inputs), chosen
 
     def _embed(self, inputs: ForwardInputs) -> Tensor:
         if self.ngram is not None:
             assert inputs.ngram_windows is not None, "an n-gram embedding needs windows"
-            embedded: Tensor = self.ngram(inputs.token_ids, inputs.ngram_windows)
+            embedded: Tensor = self.ngram(inputs.token_ids, inputs.ngram_windows, inputs.rows)
             return embedded
         assert self.word is not None, "only the first stage embeds"
-        vectors: Tensor = self.word(inputs.token_ids)
+        vectors: Tensor = self.word(inputs.token_ids, inputs.rows)
         return vectors

@@ -48,20 +48,20 @@ class DecoderLayer(nn.Module):
         self.moe = MixtureOfExperts(context, f"model.layers.{layer}.mlp")
 
     def forward(self, x: Tensor, rotation: Tensor, inputs: ForwardInputs) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
+        """[T, hidden] -> [T, hidden], both the stream."""
         first, second = self.first, self.second
         attended, keys = first.attention(first.input_norm(x), rotation, inputs=inputs, keys=None)
         stream, normed = first.post_norm.after(x, attended)
 
         def dense_path() -> Tensor:
-            middle, h = second.input_norm.after(stream, first.mlp(normed))
+            middle, h = second.input_norm.after(stream, first.mlp(normed, inputs.rows))
             again, _ = second.attention(h, rotation, inputs=inputs, keys=keys)
             end, h = second.post_norm.after(middle, again)
-            total: Tensor = end + second.mlp(h)
+            total: Tensor = end + second.mlp(h, inputs.rows)
             return total
 
         def experts() -> Tensor:
-            shortcut: Tensor = self.moe(normed)
+            shortcut: Tensor = self.moe(normed, inputs.rows)
             return shortcut
 
         shortcut, dense = self._overlap(experts, dense_path)

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from longcat_pd.errors import ConfigError
+from longcat_pd.models.batch import Rows
 from longcat_pd.models.context import ModelContext
+from longcat_pd.models.rows import RowExchange
 from longcat_pd.models.weight_spec import WeightSpec
 from longcat_pd.parallel.collectives import AxisGroup
 
@@ -122,42 +124,42 @@ def is_int8(context: ModelContext, *names: str) -> bool:
 
 
 class RowLinear(nn.Module):
-    """``x W^T`` where this rank has the input features ``own`` and the sum over ``group`` makes the result whole."""
+    """``x W^T`` where this rank has some of the input features and the sum over the group makes the result whole."""
 
-    def __init__(self, context: ModelContext, name: str, *, shape: tuple[int, int], group: AxisGroup) -> None:
+    def __init__(self, context: ModelContext, name: str, *, shape: tuple[int, int], exchange: RowExchange) -> None:
         super().__init__()
         self._linear = context.ops.linear
         self._name = name
         self._shape = shape
-        self._group = group
-        self._own = share_of(shape[1], group)
+        self._exchange = exchange
+        self._own = share_of(shape[1], exchange.group)
         self.weight = empty_parameter(context, self._own.stop - self._own.start, shape[0])
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, own in] -> [T, out]."""
-        return self._group.all_reduce(self._linear(x, self.weight))
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        """[rows that were spread, own in] -> the stream [T, out]."""
+        return self._exchange.total(self._linear(x, self.weight), rows)
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """The columns of this rank."""
-        region = (slice(0, self._shape[0]), self._own) if self._group.size > 1 else ()
+        region = (slice(0, self._shape[0]), self._own) if self._exchange.group.size > 1 else ()
         yield WeightSpec(f"{self._name}.weight", self._shape, copy_into(self.weight.t()), region)
 
 
 class GatheringLinear(nn.Module):
     """Like ``RowLinear``, but to the last bit what one rank gives: the ranks gather the input features instead of adding.
 
-    Each rank has the rows ``own`` of W and all columns. One more exchange than ``RowLinear``.
+    Each rank has some rows of W and all columns. One more exchange than ``RowLinear``.
     """
 
-    def __init__(self, context: ModelContext, name: str, *, shape: tuple[int, int], group: AxisGroup) -> None:
+    def __init__(self, context: ModelContext, name: str, *, shape: tuple[int, int], exchange: RowExchange) -> None:
         super().__init__()
-        self._group = group
-        own = share_of(shape[0], group) if group.size > 1 else None
-        self.linear = Linear(context, shape[1], Piece(name, shape[0], own))
+        self._exchange = exchange
+        own = share_of(shape[0], exchange.group) if exchange.group.size > 1 else None
+        self.linear = _linear(context, shape[1], Piece(name, shape[0], own))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, own in] -> [T, out]."""
-        return self._group.all_gather(self.linear(self._group.all_gather(x, dim=1)), dim=1)
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        """[rows that were spread, own in] -> the stream [T, out]."""
+        return self._exchange.joined(self.linear(self._exchange.group.all_gather(x, dim=1)), rows)
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """The rows of this rank."""
@@ -187,6 +189,18 @@ class RmsNorm(nn.Module):
         yield WeightSpec(f"{self._name}.weight", tuple(self.weight.shape), copy_into(self.weight))
 
 
+def summing_linear(
+    context: ModelContext, name: str, *, shape: tuple[int, int], exchange: RowExchange
+) -> RowLinear | GatheringLinear:
+    """A map whose input features are spread over a group.
+
+    Where int8 products follow, a last bit that depends on the number of ranks can become a whole step; and where it is one
+    itself, a row is quantised over its whole width.
+    """
+    kind = GatheringLinear if context.int8 else RowLinear
+    return kind(context, name, shape=shape, exchange=exchange)
+
+
 def _linear(context: ModelContext, in_features: int, *pieces: Piece) -> Linear | Int8Linear:
     """A map that takes its weights as they are stored."""
     if is_int8(context, *(piece.name for piece in pieces)):
@@ -195,18 +209,23 @@ def _linear(context: ModelContext, in_features: int, *pieces: Piece) -> Linear |
 
 
 class GatedMlp(nn.Module):
-    """``down(silu(gate(x)) * up(x))``, whole on every rank."""
+    """``down(silu(gate(x)) * up(x))``, its inner width split over ``dense_tp``."""
 
     def __init__(self, context: ModelContext, name: str, *, width: int) -> None:
         super().__init__()
-        hidden = context.config.hidden_size
+        hidden, mesh = context.config.hidden_size, context.mesh
         self._ops = context.ops
-        self.gate_up = _linear(context, hidden, Piece(f"{name}.gate_proj", width), Piece(f"{name}.up_proj", width))
-        self.down = _linear(context, width, Piece(f"{name}.down_proj", hidden))
+        self._exchange = RowExchange(mesh.axis("dense_tp"), mesh.axis("attn_tp"))
+        group = self._exchange.group
+        own = share_of(width, group) if group.size > 1 else None
+        gate, up = (Piece(f"{name}.{part}_proj", width, own) for part in ("gate", "up"))
+        self.gate_up = _linear(context, hidden, gate, up)
+        self.down = summing_linear(context, f"{name}.down_proj", shape=(hidden, width), exchange=self._exchange)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        down: Tensor = self.down(self._ops.swiglu(self.gate_up(x)))
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        """[T, hidden] -> [T, hidden], both the stream."""
+        inner = self._ops.swiglu(self.gate_up(self._exchange.spread(x, rows)))
+        down: Tensor = self.down(inner, rows)
         return down
 
     def weight_specs(self) -> Iterator[WeightSpec]:

@@ -1,6 +1,7 @@
 """The shortcut mixture of experts: router, routed experts, and experts without weights ("zero experts").
 
-Knows no attention and no place in the layer. Every rank computes all experts for its own rows.
+Owns the experts of this rank. How rows come to them and back is ``dispatch.py``'s business. Knows no attention and no place
+in the layer.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from longcat_pd.models.batch import Rows
 from longcat_pd.models.context import ModelContext
-from longcat_pd.models.linear import Linear, Piece, copy_into, empty_parameter, is_int8, piece_specs
+from longcat_pd.models.dispatch import Routing, make_dispatch
+from longcat_pd.models.linear import Linear, Piece, copy_into, empty_parameter, is_int8, piece_specs, share_of
 from longcat_pd.models.weight_spec import WeightSpec
 
 
@@ -50,53 +53,67 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, context: ModelContext, name: str) -> None:
         super().__init__()
-        config = context.config
+        config, mesh = context.config, context.mesh
         self._ops = context.ops
         self._config = config
         self._name = name
-        width, hidden = config.expert_ffn_hidden_size, config.hidden_size
+        self._experts = share_of(config.n_routed_experts, mesh.axis("ep"))
+        self._inner = share_of(config.expert_ffn_hidden_size, mesh.axis("moe_tp"))
+        self._dispatch = make_dispatch(mesh, context.moe_dispatch, config.n_routed_experts)
+        width, hidden = self._inner.stop - self._inner.start, config.hidden_size
         self.router = Router(context, f"{name}.router")
         self.gate_up, self.gate_up_scale = self._matrices(context, 2 * width, hidden, parts=("gate_proj", "up_proj"))
         self.down, self.down_scale = self._matrices(context, hidden, width, parts=("down_proj",))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        expert_ids, weights = self.router(x)
-        routed = self._ops.grouped_experts(
-            x,
-            expert_ids,
-            weights=weights,
+    def forward(self, stream: Tensor, rows: Rows) -> Tensor:
+        """[T, hidden] -> [T, hidden], both the stream."""
+        x = self._dispatch.take(stream, rows)
+        sent = self._dispatch.dispatch(x, self.router, rows)
+        partial = self._ops.grouped_experts(
+            sent.x,
+            sent.routing.expert_ids,
+            weights=sent.routing.weights,
             gate_up=self.gate_up,
             down=self.down,
             gate_up_scale=self.gate_up_scale,
             down_scale=self.down_scale,
         )
+        routed = self._dispatch.combine(partial, sent, rows)
+        return self._dispatch.give(self._with_zero_experts(routed, x, sent.own), rows)
+
+    def weight_specs(self) -> Iterator[WeightSpec]:
+        """Router, and the three tensors of each expert that is here, written into the grouped ones."""
+        yield from self.router.weight_specs()
+        full, hidden = self._config.expert_ffn_hidden_size, self._config.hidden_size
+        own = self._inner if self._inner.stop - self._inner.start < full else None
+        for place, expert in enumerate(range(self._experts.start, self._experts.stop)):
+            gate, up, down = (f"{self._name}.experts.{expert}.{part}_proj" for part in ("gate", "up", "down"))
+            both = Piece(gate, full, own), Piece(up, full, own)
+            yield from _specs(hidden, *both, of=_row(place, self.gate_up, self.gate_up_scale))
+            if own is None:
+                yield from _specs(full, Piece(down, hidden), of=_row(place, self.down, self.down_scale))
+            else:  # never int8: a row is quantised over its whole inner width
+                region = (slice(0, hidden), own)
+                yield WeightSpec(f"{down}.weight", (hidden, full), copy_into(self.down[place].t()), region)
+
+    def _with_zero_experts(self, routed: Tensor, x: Tensor, own: Routing) -> Tensor:
+        """The whole mixture of the rows ``x``, in their type."""
+        weights = own.weights
         if self._config.zero_expert_num == 0 or self._config.zero_expert_type == "drop":
             return routed.to(x.dtype)
         if self._config.zero_expert_type == "copy":  # of an older release: each counts once, whatever its weight
             weights = torch.ones_like(weights)
-        is_zero = expert_ids >= self._config.n_routed_experts
+        is_zero = own.expert_ids >= self._config.n_routed_experts
         zero_weight = (weights.double() * is_zero).sum(-1, keepdim=True)  # in fp64: the order of choices does not show
         total: Tensor = routed + x.float() * zero_weight.float()
         return total.to(x.dtype)
-
-    def weight_specs(self) -> Iterator[WeightSpec]:
-        """Router, and each expert's three tensors, written into the grouped ones."""
-        yield from self.router.weight_specs()
-        width, hidden = self._config.expert_ffn_hidden_size, self._config.hidden_size
-        for expert in range(self._config.n_routed_experts):
-            gate, up, down = (f"{self._name}.experts.{expert}.{part}_proj" for part in ("gate", "up", "down"))
-            yield from _specs(
-                hidden, Piece(gate, width), Piece(up, width), of=_row(expert, self.gate_up, self.gate_up_scale)
-            )
-            yield from _specs(width, Piece(down, hidden), of=_row(expert, self.down, self.down_scale))
 
     def _matrices(
         self, context: ModelContext, rows: int, columns: int, *, parts: tuple[str, ...]
     ) -> tuple[nn.Parameter, nn.Parameter | None]:
         """Room for one matrix of every expert, [in, out]; or [out, in] and its scales if the checkpoint has it in int8."""
-        count = self._config.n_routed_experts
-        names = [f"{self._name}.experts.{expert}.{part}" for expert in range(count) for part in parts]
+        numbers = range(self._experts.start, self._experts.stop)
+        names, count = [f"{self._name}.experts.{expert}.{part}" for expert in numbers for part in parts], len(numbers)
         if not is_int8(context, *names):
             return empty_parameter(context, count, columns, rows), None
         weight = empty_parameter(context, count, rows, columns, dtype=torch.int8)
@@ -113,6 +130,6 @@ def _specs(in_features: int, *pieces: Piece, of: tuple[Tensor, Tensor | None]) -
     weight, scale = of
     start = 0
     for piece in pieces:
-        rows = slice(start, start + piece.num_rows)
+        rows = slice(start, start + piece.own_rows.stop - piece.own_rows.start)
         yield from piece_specs(piece, in_features, weight=weight[rows], scale=None if scale is None else scale[rows])
         start = rows.stop

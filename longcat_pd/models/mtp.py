@@ -56,7 +56,7 @@ class DraftLayer(nn.Module):
         self.norm = RmsNorm(context, "model.mtp.norm", width=hidden, eps=eps)
 
     def forward(self, final: Tensor, inputs: ForwardInputs, chosen: Chosen | None) -> tuple[Tensor, Chosen]:
-        """[T, hidden] final hidden states -> those behind the layer's own norm, and the keys for the next steps."""
+        """The stream [T, hidden] of final hidden states -> that behind the own norm, and keys for the next steps."""
         x, rotation = self._joined(final, inputs), self._rotary(inputs.positions)
         h = self.input_norm(x)
         if chosen is not None and self._shares_keys:
@@ -64,7 +64,7 @@ class DraftLayer(nn.Module):
         else:
             attended, keys = self.attention(h, rotation, inputs=inputs, keys=None)
         end, h = self.post_norm.after(x, attended)
-        out: Tensor = self.norm(end + self.mlp(h))
+        out: Tensor = self.norm(end + self.mlp(h, inputs.rows))
         return out, Chosen(keys)
 
     def write(self, final: Tensor, inputs: ForwardInputs) -> None:
@@ -80,6 +80,6 @@ class DraftLayer(nn.Module):
 
     def _joined(self, final: Tensor, inputs: ForwardInputs) -> Tensor:
         assert inputs.next_token_ids is not None, "the draft layer reads the tokens behind its rows"
-        token = self.token_norm(self.word(inputs.next_token_ids))
+        token = self.token_norm(self.word(inputs.next_token_ids, inputs.rows))
         joined: Tensor = self.join(torch.cat((token, self.hidden_norm(final)), -1))
         return joined

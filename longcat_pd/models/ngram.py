@@ -1,7 +1,7 @@
 """Over-embedding: the word's vector averaged with vectors of the n-grams that end at it.
 
-Owns the n-gram tables, all of them one behind the other, and their projections. Knows windows of token ids, no requests:
-where the look-back comes from is the business of ``engine/inputs.py``.
+Owns the rows of the n-gram tables that are here, all tables one behind the other, and their projections. Knows windows of
+token ids, no requests: where the look-back comes from is the business of ``engine/inputs.py``.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longcat_pd.models.batch import Rows
 from longcat_pd.models.context import ModelContext
-from longcat_pd.models.embedding import VocabEmbedding
+from longcat_pd.models.embedding import VocabEmbedding, vectors_of
 from longcat_pd.models.linear import copy_into, empty_parameter
+from longcat_pd.models.rows import RowExchange
 from longcat_pd.models.weight_spec import WeightSpec
 
 
 class NgramEmbedding(nn.Module):
     """``(word + sum over tables of projection(row)) / (tables + 1)``.
 
-    The projections stand side by side, so that all of them are one product with the looked-up vectors side by side.
+    The projections stand side by side, so that all of them are one product with the looked-up vectors side by side. Each
+    rank of ``ngram_embed_tp`` has a run of the rows of all tables: it looks up what the others ask for, and gets back what
+    its own share of rows asked for.
     """
 
     def __init__(self, context: ModelContext) -> None:
@@ -33,8 +37,11 @@ class NgramEmbedding(nn.Module):
         self._tables = tables
         self._width = config.oe_width
         self._starts = (0, *accumulate(tables.table_sizes))
+        mesh = context.mesh
+        self._exchange = RowExchange(mesh.axis("ngram_embed_tp"), mesh.axis("attn_tp"), by_shares=True)
+        self._own = run_of(self._starts[-1], self._exchange.group.size, self._exchange.group.rank)
         self.word = VocabEmbedding(context)
-        self.rows = empty_parameter(context, self._starts[-1], self._width)
+        self.rows = empty_parameter(context, len(self._own), self._width)
         self.projection = empty_parameter(context, tables.num_tables * self._width, config.hidden_size)
 
         def constant(values: object) -> nn.Buffer:
@@ -46,15 +53,28 @@ class NgramEmbedding(nn.Module):
         self._eos = constant(config.eos_token_id)
         self._ignored = nn.Buffer(constant(tables.ignored_ranges).view(-1, 2), persistent=False)
 
-    def forward(self, token_ids: Tensor, windows: Tensor) -> Tensor:
-        """[T] and [T, N] (see ``ForwardInputs.ngram_windows``) -> [T, hidden]."""
+    def forward(self, token_ids: Tensor, windows: Tensor, rows: Rows) -> Tensor:
+        """[T] and [T, N] (see ``ForwardInputs.ngram_windows``) -> the stream [T, hidden]."""
+        group, shares, word = self._exchange.group, self._exchange.shares, self.word(token_ids, rows)
+        if group.size == 1:
+            ids = self._numbers(shares.enter(windows, rows))
+            return self._mean(functional.embedding(ids, self.rows), word)
+        ids = group.all_gather(self._numbers(shares.take(windows, rows)))
+        vectors = self._exchange.total_share(vectors_of(ids, self.rows, self._own.start), rows)
+        return shares.give(self._mean(vectors, word if rows.is_split else shares.take(word, rows)), rows)
+
+    def _numbers(self, windows: Tensor) -> Tensor:
+        """Row numbers [T, tables], counted over all tables."""
         ids = self._ops.ngram_ids(windows, powers=self._powers, moduli=self._moduli, eos=self._eos, ignored=self._ignored)
-        vectors = functional.embedding(ids + self._offsets, self.rows).flatten(1)
-        total: Tensor = self._ops.linear(vectors, self.projection).float() + self.word(token_ids).float()
+        return ids + self._offsets
+
+    def _mean(self, vectors: Tensor, word: Tensor) -> Tensor:
+        """Of the word's vector and those of the tables [T, tables, width], projected."""
+        total: Tensor = self._ops.linear(vectors.flatten(1), self.projection).float() + word.float()
         return (total / (self._tables.num_tables + 1)).to(self.rows.dtype)
 
     def weight_specs(self) -> Iterator[WeightSpec]:
-        """Word table, n-gram tables and projections, spelled as the checkpoint's family does."""
+        """Word table, n-gram rows that are here and projections, spelled as the checkpoint's family does."""
         yield from self.word.weight_specs()
         hidden, width = self.projection.shape[1], self._width
         for b, rows in enumerate(self._tables.table_sizes):
@@ -62,7 +82,17 @@ class NgramEmbedding(nn.Module):
                 table, projection = f"model.oe_embed_tokens{b}", f"model.oe_embed_proj{b}"
             else:
                 table, projection = f"model.ngram_embeddings.embedders.{b}", f"model.ngram_embeddings.post_projs.{b}"
-            own_rows = self.rows[self._starts[b] : self._starts[b + 1]]
+            start, own = self._starts[b], self._own
+            here = range(max(own.start, start), min(own.stop, start + rows))
+            if here:
+                region = (slice(here.start - start, here.stop - start), slice(0, width)) if len(here) < rows else ()
+                own_rows = self.rows[here.start - own.start : here.stop - own.start]
+                yield WeightSpec(f"{table}.weight", (rows, width), copy_into(own_rows), region)
             own_columns = self.projection[b * width : (b + 1) * width].t()
-            yield WeightSpec(f"{table}.weight", (rows, width), copy_into(own_rows))
             yield WeightSpec(f"{projection}.weight", (hidden, width), copy_into(own_columns))
+
+
+def run_of(total: int, size: int, rank: int) -> range:
+    """The part of ``total`` rows that a rank has: runs of equal length, as far as they go."""
+    each = -(-total // size)
+    return range(min(rank * each, total), min((rank + 1) * each, total))

@@ -5,7 +5,8 @@ first, they are as fast as its own all_to_all and faster than all_gather and all
 long again); every data type travels (gloo refuses 8-bit floats, and the refusal poisons the group); and sums are ours: in
 fp32, in the order of ranks, rounded once, so that every rank gets the same bits, and a row the same bits in any batch.
 
-The exchange is one operator that a compiler does not look into, so a compiled step communicates as an eager one does.
+The exchange is one operator that a compiler does not look into, so a compiled step communicates, and is counted, as an
+eager one.
 
 All ranks of an axis call the same operations in the same order with the same shapes. Every wait ends with the time-out of
 the process group (RuntimeError).
@@ -21,9 +22,24 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from longcat_pd.kernels.node import node
+from longcat_pd.parallel.traffic import Traffic
 
 # Above so many bytes an all_reduce moves each rank's part only (two exchanges) instead of all parts to all ranks (one).
 _GATHER_AND_SUM_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Whom a process group joins, and where is noted what it carries."""
+
+    ranks: tuple[int, ...]  # of the instance, by place in the group
+    traffic: Traffic
+
+
+# By the name of a process group, which is all that an operator can be told: torch finds the group itself in the same way.
+_LINES: dict[str, _Line] = {}
+
+_CONTINUED = ""  # the kind of an exchange that belongs to the collective before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,42 +63,75 @@ class AxisGroup:
         size: how many they are.
         rank: this rank's coordinate among them.
         group: their process group; None when the axis has one rank.
+        ranks: their numbers in the instance.
+        traffic: notes what they exchange; a collective of one rank is none.
     """
 
-    def __init__(self, name: str, size: int, rank: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        *,
+        ranks: Sequence[int] = (),
+        traffic: Traffic | None = None,
+    ) -> None:
         assert (size == 1) == (group is None), (name, size)
         self.name = name
         self.size = size
         self.rank = rank
         self._group = group
+        self._line = _Line(tuple(ranks) or tuple(range(size)), traffic or Traffic())
+        if group is not None:
+            _LINES[group.group_name] = self._line
 
     def all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """The tensors of all ranks, equal in shape, one behind the other along ``dim``."""
         if self.size == 1:
             return x
-        return _join(self._exchange([x.contiguous()] * self.size), dim)
+        return _join(self._exchange([x.contiguous()] * self.size, "all_gather"), dim)
 
     def all_to_all(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Cuts ``x`` along ``dim`` into equal parts; part j goes to rank j. Returns what came, by rank, along ``dim``."""
         if self.size == 1:
             return x
-        return _join(self._exchange(self._parts(x, dim)), dim)
+        return _join(self._exchange(self._parts(x, dim), "all_to_all"), dim)
+
+    def all_to_all_rows(self, x: torch.Tensor, out: Sequence[int], into: Sequence[int]) -> torch.Tensor:
+        """The first ``out[0]`` rows go to rank 0, the next ``out[1]`` to rank 1, ...; ``into[j]`` rows come from rank j.
+
+        All ranks know what comes. Returns what came, by rank.
+        """
+        if self.size == 1:
+            return x
+        self._line.traffic.began(self.name, "all_to_all_rows")
+        received = x.new_empty((sum(into), *x.shape[1:]))
+        mine, theirs = torch.split(x.contiguous(), list(out)), torch.split(received, list(into))
+        theirs[self.rank].copy_(mine[self.rank])
+        others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        works = [self._post_send(mine[to], to) for to in others if mine[to].numel()]
+        works += [self._post_recv(theirs[frm], frm) for frm in reversed(others) if theirs[frm].numel()]
+        for work in works:
+            work.wait()
+        return received
 
     def reduce_scatter(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """The sum over ranks of this rank's part (of equal parts along ``dim``)."""
         if self.size == 1:
             return x
-        return _sum(self._exchange(self._parts(x, dim)))
+        return _sum(self._exchange(self._parts(x, dim), "reduce_scatter"))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, as a new tensor."""
         if self.size == 1:
             return x
         if x.numel() * x.element_size() <= _GATHER_AND_SUM_BYTES:
-            return _sum(self._exchange([x.contiguous()] * self.size))
+            return _sum(self._exchange([x.contiguous()] * self.size, "all_reduce"))
         flat = x.reshape(-1)
         padded = torch.nn.functional.pad(flat, (0, -flat.numel() % self.size))
-        total = self.all_gather(self.reduce_scatter(padded))
+        part = _sum(self._exchange(self._parts(padded, 0), "all_reduce"))
+        total = self._exchange([part] * self.size, _CONTINUED).flatten()
         return total[: flat.numel()].view(x.shape)
 
     def send(self, x: torch.Tensor, to: int) -> None:
@@ -105,13 +154,14 @@ class AxisGroup:
         assert x.shape[dim] % self.size == 0, (self.name, tuple(x.shape), dim, self.size)
         return [part.contiguous() for part in x.chunk(self.size, dim)] if x.numel() else [x] * self.size
 
-    def _exchange(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _exchange(self, parts: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
         """Part j goes to rank j; returns what each rank sent here, [size, ...]. Parts are contiguous, equal in shape."""
         assert self._group is not None, f"{self.name} has one rank"
-        return _exchange(list(parts), self._group.group_name, self.rank)
+        return _exchange(list(parts), self._group.group_name, self.rank, self.name, kind)
 
     def _post_send(self, x: torch.Tensor, to: int) -> dist.Work:
         assert self._group is not None, f"{self.name} has one rank"
+        self._line.traffic.sent(self.name, self._line.ranks[to], x.numel() * x.element_size())
         return self._group.send([_bytes(x)], to, 0)
 
     def _post_recv(self, x: torch.Tensor, frm: int) -> dist.Work:
@@ -123,18 +173,23 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def _exchange_shapes(parts: list[torch.Tensor], group: str, rank: int) -> torch.Tensor:
+def _exchange_shapes(parts: list[torch.Tensor], group: str, rank: int, axis: str, kind: str) -> torch.Tensor:
     return parts[rank].new_empty((len(parts), *parts[rank].shape))
 
 
 @node(_exchange_shapes)
-def _exchange(parts: list[torch.Tensor], group: str, rank: int) -> torch.Tensor:
+def _exchange(parts: list[torch.Tensor], group: str, rank: int, axis: str, kind: str) -> torch.Tensor:
+    line = _LINES[group]
+    if kind != _CONTINUED:
+        line.traffic.began(axis, kind)
     received = parts[rank].new_empty((len(parts), *parts[rank].shape))
     received[rank] = parts[rank]
     if not parts[rank].numel():
         return received
     ranks: dist.ProcessGroup = _resolve_process_group(group)  # type: ignore[arg-type]
     others = [(rank + distance) % len(parts) for distance in range(1, len(parts))]
+    for to in others:
+        line.traffic.sent(axis, line.ranks[to], parts[to].numel() * parts[to].element_size())
     works = [ranks.send([_bytes(parts[to])], to, 0) for to in others]
     works += [ranks.recv([_bytes(received[frm])], frm, 0) for frm in reversed(others)]
     for work in works:

@@ -11,6 +11,7 @@ from longcat_pd.errors import RankLost
 from longcat_pd.parallel.collectives import AxisGroup
 from longcat_pd.parallel.layout import AxisName, CacheShard, ParallelLayout
 from longcat_pd.parallel.platform import platform_of
+from longcat_pd.parallel.traffic import Traffic
 
 JOIN_LIMIT_S = 20.0  # until all ranks of the instance have come to the rendezvous: they are started together
 
@@ -18,17 +19,20 @@ _SILENT: frozenset[AxisName] = frozenset({"dp"})  # groups compute beside each o
 
 
 class Mesh:
-    """A layout, a rank in it, and one group for each of its axes."""
+    """A layout, a rank in it, one group for each of its axes, and what was exchanged in them."""
 
     def __init__(self, layout: ParallelLayout, rank: int, groups: dict[AxisName, dist.ProcessGroup]) -> None:
         self.layout = layout
         self.rank = rank
+        self.traffic = Traffic()
         self._axes = {
             axis.name: AxisGroup(
                 axis.name,
                 axis.size,
                 layout.coordinate(rank, axis.name),
                 groups.get(axis.name),
+                ranks=layout.group_of(rank, axis.name),
+                traffic=self.traffic,
             )
             for axis in layout.axes
             if axis.name not in _SILENT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,8 +100,8 @@ class SingleProcess:
         inputs = self.inputs.build(spans)
         with torch.inference_mode():
             hidden = self.model.forward(inputs, None, None)
-            self.final = self.model.final(hidden, torch.arange(len(inputs.token_ids)))
-            logits = self.model.logits(self.final)
+            self.final = self.model.final(hidden, dataclasses.replace(inputs, output_rows=None))
+            logits = self.model.logits(self.final, inputs.rows)
         for span in spans:
             span.state.num_computed = span.end
         return list(logits.split([n for _, n in work]))

@@ -21,6 +21,7 @@ from longcat_pd.engine.runner import ModelRunner
 from longcat_pd.engine.speculative import ModelDrafts, Seen
 from longcat_pd.errors import ConfigError
 from longcat_pd.kv_cache.block_pool import GroupPool
+from longcat_pd.models.batch import Rows
 from longcat_pd.parallel.layout import ParallelLayout
 from longcat_pd.parallel.mesh import Mesh
 from longcat_pd.wire import pack
@@ -130,10 +131,10 @@ class Recorder:
         self.rows: list[torch.Tensor] = []
         self._logits = single.model.logits
 
-    def __call__(self, final: torch.Tensor) -> torch.Tensor:
-        logits = self._logits(final)
+    def __call__(self, final: torch.Tensor, rows: Rows) -> torch.Tensor:
+        logits = self._logits(final, rows)
         self.rows.append(logits)
-        return logits
+        return logits.argmax(-1)
 
 
 @pytest.mark.parametrize("variant", DRAFTED)
@@ -148,7 +149,7 @@ def test_drafts_follow_the_formulas(
     for start in range(0, length, 16):
         single.step((state, min(16, length - start)))
     recorder = Recorder(single)
-    monkeypatch.setattr(single.model, "logits", recorder)
+    monkeypatch.setattr(single.model, "best", recorder)
     slots = DecodeState(
         DecodeShape(num_slots=1, num_columns=20, block_size=8, num_drafts=3, ngram_order=5, hidden_size=96),
         Mesh.single().cache_shard,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import torch
 
+from longcat_pd.models.batch import ForwardInputs, Rows
 from longcat_pd.models.embedding import LmHead, VocabEmbedding
 from tests.unit.stage import FakeAxis, make_context
 
@@ -16,14 +17,36 @@ def head(*axes: FakeAxis) -> LmHead:
 
 
 def logits(made: LmHead, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return made(made.final(hidden, rows))
+    final = made.final(hidden, inputs_of(len(hidden), rows))
+    return made(final, Rows.even(len(rows), 1))
+
+
+def inputs_of(num_rows: int, output_rows: torch.Tensor) -> ForwardInputs:
+    """A batch that only says how many rows there are and which are wanted."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return ForwardInputs(
+        token_ids=nothing,
+        positions=nothing,
+        row_seqs=nothing,
+        slot_mapping=nothing,
+        ngram_windows=None,
+        cu_seqlens_q=(0,),
+        kv_lens=(),
+        block_tables=nothing,
+        block_starts=nothing,
+        table_stride=1,
+        gather_blocks=None,
+        output_rows=output_rows,
+        rows=Rows.even(num_rows, 1),
+        outputs=Rows.even(len(output_rows), 1),
+    )
 
 
 def test_embedding_looks_up_rows() -> None:
     embedding = VocabEmbedding(make_context("chat"))
     with torch.no_grad():
         embedding.weight.copy_(torch.arange(embedding.weight.numel()).view(embedding.weight.shape))
-    assert torch.equal(embedding(torch.tensor([3, 0])), embedding.weight[[3, 0]])
+    assert torch.equal(embedding(torch.tensor([3, 0]), Rows.even(2, 1)), embedding.weight[[3, 0]])
 
 
 def test_logits_of_the_wanted_rows_only_and_in_their_order() -> None:

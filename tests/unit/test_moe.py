@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from longcat_pd.models.batch import Rows
 from longcat_pd.models.moe import MixtureOfExperts
 from tests.unit.stage import make_context
 
@@ -21,6 +22,7 @@ def experts(*overrides: str, favoured: slice) -> MixtureOfExperts:
 
 ZERO = slice(16, 20)  # of 16 routed and 4 zero experts, all 4 are chosen
 X = torch.randn(5, 96, generator=torch.Generator().manual_seed(1))
+ROWS = Rows.even(5, 1)
 
 
 def weights(made: MixtureOfExperts) -> Tensor:
@@ -30,7 +32,7 @@ def weights(made: MixtureOfExperts) -> Tensor:
 def test_zero_experts_return_their_input_times_weight_times_factor() -> None:
     made = experts(favoured=ZERO)
     wanted = X * 2.5 * weights(made)[:, ZERO].sum(-1, keepdim=True)
-    torch.testing.assert_close(made(X), wanted)
+    torch.testing.assert_close(made(X, ROWS), wanted)
 
 
 def test_the_bias_decides_the_choice_but_not_the_weight() -> None:
@@ -39,21 +41,21 @@ def test_the_bias_decides_the_choice_but_not_the_weight() -> None:
     for e in (3, 4):
         gate, up = (X @ made.gate_up[e]).chunk(2, -1)
         wanted += 2.5 * weights(made)[:, e : e + 1] * ((gate * torch.sigmoid(gate) * up) @ made.down[e])
-    torch.testing.assert_close(made(X), wanted, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(made(X, ROWS), wanted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "times"), [("copy", 4.0), ("drop", 0.0)])
 def test_zero_experts_of_older_releases(kind: str, times: float) -> None:
-    torch.testing.assert_close(experts(f"zero_expert_type={kind}", favoured=ZERO)(X), X * times)
+    torch.testing.assert_close(experts(f"zero_expert_type={kind}", favoured=ZERO)(X, ROWS), X * times)
 
 
 def test_renormalised_weights_sum_to_the_factor() -> None:
-    torch.testing.assert_close(experts("norm_topk_prob=true", favoured=ZERO)(X), X * 2.5)
+    torch.testing.assert_close(experts("norm_topk_prob=true", favoured=ZERO)(X, ROWS), X * 2.5)
 
 
 def test_no_rows() -> None:
-    assert experts(favoured=ZERO)(X[:0]).shape == (0, 96)
-    assert experts(favoured=slice(0, 4))(X[:0]).shape == (0, 96)
+    assert experts(favoured=ZERO)(X[:0], Rows.even(0, 1)).shape == (0, 96)
+    assert experts(favoured=slice(0, 4))(X[:0], Rows.even(0, 1)).shape == (0, 96)
 
 
 def test_the_router_computes_in_fp32_for_a_bf16_model() -> None:
@@ -66,4 +68,4 @@ def test_the_router_computes_in_fp32_for_a_bf16_model() -> None:
     x[0, 0] = 1.0
     ids, _ = made.router(x)
     assert sorted(ids[0].tolist()) == [16, 17, 18, 19]
-    assert made(x).dtype == torch.bfloat16
+    assert made(x, Rows.even(1, 1)).dtype == torch.bfloat16

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from longcat_pd.models.batch import Rows
 from longcat_pd.models.ngram import NgramEmbedding
 from tests.unit.stage import make_context
 
@@ -32,7 +33,7 @@ def test_word_and_ngrams_are_averaged(variant: str, divisor: int) -> None:
     order = tables.oe_neighbor_num
     tokens = [5, 1000, 2, 7]
     windows = torch.tensor([[tokens[i - j] if i >= j else -1 for j in range(order)] for i in range(4)])
-    got = made(torch.tensor(tokens), windows) * divisor
+    got = made(torch.tensor(tokens), windows, Rows.even(4, 1)) * divisor
     for i, token in enumerate(tokens):
         seen = {0: [5], 1: [1000, 5], 2: [2, 1000, 5], 3: [7]}[i]
         for b, size in enumerate(tables.table_sizes):
@@ -48,5 +49,5 @@ def test_rounds_once_in_bf16() -> None:
         for parameter in made.parameters():
             parameter.zero_()
         made.word.weight.fill_(1.0)
-    got = made(torch.tensor([3]), torch.tensor([[3, -1, -1, -1]]))
+    got = made(torch.tensor([3]), torch.tensor([[3, -1, -1, -1]]), Rows.even(1, 1))
     assert torch.equal(got, torch.full((1, 96), 1 / 13).bfloat16())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from longcat_pd.kernels.ops import Ops
 from longcat_pd.kernels.reference import attention, indexer, int8, moe, ngram, norm, rows, sampling, steady
 
@@ -35,7 +37,7 @@ def table() -> Ops:
 
 
 def steady_table() -> Ops:
-    """The same with bits that do not show how sums over keys are spread over ranks, nor how a row was computed."""
+    """The same with bits that do not show how sums over keys and experts are spread, nor how a row was computed."""
     plain = table()
     return replace(
         plain,
@@ -47,5 +49,5 @@ def steady_table() -> Ops:
         paged_attention=attention.wide(plain.paged_attention),
         sparse_attention=attention.wide(plain.sparse_attention),
         route_topk=steady.route_topk,
-        grouped_experts=moe.experts_with(steady.swiglu),
+        grouped_experts=moe.experts_with(steady.swiglu, torch.float64),
     )

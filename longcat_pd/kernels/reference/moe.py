@@ -26,8 +26,10 @@ def route_topk(logits: Tensor, bias: Tensor, *, topk: int, factor: float, is_nor
     return expert_ids, weights * factor
 
 
-def experts_with(activate: Swiglu) -> GroupedExperts:
-    """See ``ops.GroupedExperts``; ``activate`` stands between the two products of an expert."""
+def experts_with(activate: Swiglu, sums: torch.dtype = torch.float32) -> GroupedExperts:
+    """See ``ops.GroupedExperts``; ``activate`` stands between the two products of an expert, whose results are added in
+    ``sums``.
+    """
 
     def grouped_experts(
         x: Tensor,
@@ -49,8 +51,8 @@ def experts_with(activate: Swiglu) -> GroupedExperts:
         order = order[: sum(counts)]
         rows = order // topk
         inner = activate(_by_expert(x, gate_up, gate_up_scale, counts=counts, rows=rows))
-        products = _by_expert(inner, down, down_scale, counts=counts).float()
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        products = _by_expert(inner, down, down_scale, counts=counts).to(sums)
+        out = torch.zeros(x.shape, dtype=sums, device=x.device)
         return out.index_add_(0, rows, products * weights.flatten()[order].unsqueeze(-1))
 
     return grouped_experts
