@@ -18,6 +18,7 @@ from torch import Tensor
 
 from longcat_pd import kernels, wire
 from longcat_pd.config.model import ModelConfig
+from longcat_pd.config.schema import ParallelConfig
 from longcat_pd.engine.inputs import InputsBuilder
 from longcat_pd.engine.plan import Admit, SlotSampling
 from longcat_pd.engine.slots import SlotState, Span
@@ -27,7 +28,7 @@ from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.models.causal_lm import CausalLM
 from longcat_pd.models.context import ModelContext
 from longcat_pd.models.weights import load_weights
-from longcat_pd.parallel.layout import CacheShard
+from longcat_pd.parallel.layout import CacheShard, ParallelLayout
 from longcat_pd.parallel.mesh import Mesh
 
 R = TypeVar("R")
@@ -67,6 +68,15 @@ class ThreadAxis:
     def all_to_all(self, x: Tensor, dim: int = 0) -> Tensor:
         return torch.cat([item.chunk(self.size, dim)[self.rank] for item in self._items(x)], dim)
 
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return torch.stack([item.chunk(self.size)[self.rank] for item in self._items(x)]).sum(0)
+
+    def all_to_all_rows(self, x: Tensor, out: Sequence[int], into: Sequence[int]) -> Tensor:
+        assert sum(out) == len(x)
+        sent = self._group.exchange(self.rank, (list(out), torch.split(x, list(out))))
+        assert [counts[self.rank] for counts, _ in sent] == list(into)
+        return torch.cat([parts[self.rank] for _, parts in sent])
+
     def _items(self, x: Tensor) -> list[Tensor]:
         items = self._group.exchange(self.rank, x)
         assert len({(item.shape, item.dtype) for item in items}) == 1, [item.shape for item in items]
@@ -82,6 +92,22 @@ class ThreadMesh:
 
     def axis(self, name: Any) -> Any:
         return self._axes.get(name) or self._single.axis(name)
+
+
+def thread_meshes(parallel: ParallelConfig) -> list[ThreadMesh]:
+    """One mesh for each rank of a layout, whose ranks are threads."""
+    layout = ParallelLayout.of(parallel)
+    groups = {(axis.name, ranks): ThreadGroup(axis.size) for axis in layout.axes for ranks in layout.groups(axis.name)}
+
+    def axes(rank: int) -> dict[str, ThreadAxis]:
+        found = {}
+        for axis in layout.axes:
+            if axis.size > 1:
+                group = groups[axis.name, layout.group_of(rank, axis.name)]
+                found[axis.name] = ThreadAxis(axis.name, group, layout.coordinate(rank, axis.name))
+        return found
+
+    return [ThreadMesh(axes(rank)) for rank in range(layout.world_size)]
 
 
 @dataclass(frozen=True)

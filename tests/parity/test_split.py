@@ -3,6 +3,8 @@ embeddings, n-gram tables, the head; alone and together, in prefill and in decod
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from longcat_pd.config.schema import ParallelConfig
@@ -18,3 +20,13 @@ ONE_AXIS = ("dense_tp_size", "moe_tp_size", "ep_size", "embed_tp_size", "lmhead_
 @pytest.mark.parametrize("axis", ONE_AXIS)
 def test_one_axis(tiny: MakeCheckpoint, base: dict[str, int], axis: str) -> None:
     check_equal(tiny("2.0"), ParallelConfig(**base, **{axis: 2}), 0 if base is CP else NUM_DECODED)
+
+
+DISPATCHES = [{"moe_dispatch": "gather"}, {"moe_dispatch": "all_to_all"}, {"moe_dispatch": "two_level", "node_size": 2}]
+
+
+@pytest.mark.parametrize("base", [{"cp_size": 4}, {"kvp_size": 4, "attn_tp_size": 4}], ids=["prefill", "decode"])
+@pytest.mark.parametrize("dispatch", DISPATCHES, ids=lambda dispatch: dispatch["moe_dispatch"])
+def test_experts_of_four_ranks(tiny: MakeCheckpoint, base: dict[str, int], dispatch: dict[str, Any]) -> None:
+    parallel = ParallelConfig(**base, ep_size=4, **dispatch)
+    check_equal(tiny("2.0"), parallel, 0 if "cp_size" in base else NUM_DECODED)

@@ -1,0 +1,85 @@
+"""Bytes on the wire of a mixture of experts, counted and computed; and what crosses nodes of each way to dispatch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from longcat_pd.config.schema import ParallelConfig, RankSpec
+from longcat_pd.models.batch import Rows
+from longcat_pd.parallel.mesh import Mesh
+from tests.parity.gloo import on_ranks, rank_specs
+from tests.parity.test_experts import HIDDEN, ROUTED, draw_rows, experts, weights_of
+
+NOWHERE = Path("/nonexistent")
+RANKS, TOPK, NUM_ROWS = 4, 4, 6
+ROW = 4 * HIDDEN  # bytes of a row, in fp32 both ways
+ROUTING = 8 * TOPK  # of an id and a weight for each choice
+
+
+def traffic(spec: RankSpec, mesh: Mesh) -> tuple[dict[str, int], int, list[list[int]]]:
+    """Bytes sent by axis, bytes sent to ranks of the other node (ranks 0 and 1 are one), and the experts of the rows."""
+    made = experts(weights_of(None), is_steady=False, mesh=mesh, kind=spec.instance.parallel.moe_dispatch)
+    x = draw_rows(NUM_ROWS, mesh.rank)
+    with torch.inference_mode():
+        ids, _ = made.router(x)
+        made(x, Rows(NUM_ROWS, NUM_ROWS))
+    node = (0, 1) if mesh.rank < 2 else (2, 3)
+    sent = {axis: found.sent_bytes for axis, found in mesh.traffic.axes.items()}
+    return sent, mesh.traffic.crossing_bytes(mesh.rank, node), ids.tolist()
+
+
+def measured(**split: object) -> list[tuple[dict[str, int], int, list[list[int]]]]:
+    parallel = ParallelConfig(cp_size=RANKS, ep_size=RANKS, **split)  # type: ignore[arg-type]
+    return on_ranks(rank_specs(NOWHERE, parallel), traffic)
+
+
+def away(ids: list[list[int]], ranks: range) -> int:
+    """Choices of experts that lie on these ranks."""
+    each = ROUTED // RANKS
+    return sum(expert // each in ranks for row in ids for expert in row if expert < ROUTED)
+
+
+def returned(everyones: list[list[list[int]]], rank: int, but: range) -> int:
+    """Results that ``rank`` sends to ranks outside ``but``."""
+    return sum(away(ids, range(rank, rank + 1)) for other, ids in enumerate(everyones) if other not in but)
+
+
+def test_gather() -> None:
+    for sent, crossing, _ in measured(moe_dispatch="gather"):
+        assert sent == {"ep": (RANKS - 1) * NUM_ROWS * (ROW + ROUTING + ROW)}
+        assert crossing == 2 * NUM_ROWS * (ROW + ROUTING + ROW)
+
+
+def test_two_level_crosses_nodes_once_each_way_and_all_to_all_once_for_every_choice() -> None:
+    plain, levels = measured(moe_dispatch="all_to_all"), measured(moe_dispatch="two_level", node_size=2)
+    everyones = [ids for _, _, ids in plain]
+    assert everyones == [ids for _, _, ids in levels]
+    counts = (RANKS - 1) * ROUTED // RANKS * 4  # how many come for each expert
+    for rank, (sent, crossing, ids) in enumerate(plain):
+        others = [r for r in range(RANKS) if r != rank]
+        node = range(2) if rank < 2 else range(2, 4)
+        rows_out = sum(away(ids, range(r, r + 1)) for r in others)
+        rows_back = returned(everyones, rank, range(rank, rank + 1))
+        assert sent == {"ep": counts + (rows_out + rows_back) * ROW}
+        other_node = range(2, 4) if rank < 2 else range(2)
+        choices = away(ids, other_node) + returned(everyones, rank, node)
+        assert crossing == 2 * ROUTED // RANKS * 4 + choices * ROW
+    for _, crossing, _ in levels:
+        assert crossing == NUM_ROWS * (ROW + ROW) + 4  # a row in, a sum out, and how many rows there are
+    assert sum(crossing for _, crossing, _ in levels) < sum(crossing for _, crossing, _ in plain)
+
+
+def test_zero_experts_never_travel() -> None:
+    """Nothing but counts is exchanged when every row chooses zero experts only."""
+    parallel = ParallelConfig(cp_size=RANKS, ep_size=RANKS, moe_dispatch="all_to_all")
+    for sent in on_ranks(rank_specs(NOWHERE, parallel), only_zero):
+        assert sent == {"ep": (RANKS - 1) * ROUTED // RANKS * 4}
+
+
+def only_zero(spec: RankSpec, mesh: Mesh) -> dict[str, int]:
+    made = experts(weights_of(range(ROUTED, ROUTED + TOPK)), is_steady=False, mesh=mesh, kind="all_to_all")
+    with torch.inference_mode():
+        made(draw_rows(NUM_ROWS, mesh.rank), Rows(NUM_ROWS, NUM_ROWS))
+    return {axis: found.sent_bytes for axis, found in mesh.traffic.axes.items()}
