@@ -1,6 +1,7 @@
 """The rules of a configuration: bounds of single numbers, and what must agree between keys, pools, ports and checkpoint.
 
-Every rule adds findings and changes nothing. Knows no file format and fills no default (``resolve.py``).
+Every rule adds findings and changes nothing. Knows no file format and fills no default (``resolve.py``). The rules of one
+pool's sizes are ``layout_checks.py``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from longcat_pd.config.layout_checks import SUPPORTED_DEVICES, check_layout, check_layout_fits
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.reader import Findings, Range
 from longcat_pd.config.schema import (
@@ -32,6 +34,9 @@ RANGES: Mapping[type, Mapping[str, Range]] = {
     ModelSection: {"default_max_tokens": _COUNT},
     ParallelConfig: {
         **dict.fromkeys(("pp_size", "cp_size", "dp_size", "kvp_size", "attn_tp_size", "layers_per_stage"), _COUNT),
+        **dict.fromkeys(("dense_tp_size", "moe_tp_size", "ep_size", "embed_tp_size", "lmhead_tp_size"), _COUNT),
+        "ngram_embed_tp_size": Range(0),
+        "node_size": Range(0),
     },
     EngineConfig: {
         **dict.fromkeys(("block_size", "buckets", "max_num_seqs", "max_num_batched_tokens", "max_queued_requests"), _COUNT),
@@ -63,8 +68,6 @@ INSTANCE_PORTS: Mapping[int, str] = {
     5: "rendezvous of the lanes",
 }
 DEVICE_PORTS = 10  # the first of the range that transports which listen take, one port for each device
-
-_SUPPORTED_DEVICES = ("cpu",)  # those with a row in the tables of operators and platforms, which need torch to be read
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
@@ -119,7 +122,7 @@ def check_shape(config: ClusterConfig, found: Findings) -> None:
     _check_instances(config, found)
     _check_ports(config, found)
     for role, pool in pools(config):
-        _check_parallel(role, pool, found=found)
+        check_layout(role, pool, config, found=found)
         _check_engine(role, pool, found=found)
         _check_graphs(role, pool, found=found)
     _check_devices(config, found)
@@ -131,17 +134,7 @@ def check_model(config: ClusterConfig, model: ModelConfig, *, found: Findings) -
     _check_lengths(config, found)
     for role, pool in pools(config):
         _check_drafts(role, pool, model=model, found=found)
-        parallel, path = pool.parallel, f"{role}.parallel"
-        stages, key = parallel.layers_per_stage, f"{path}.layers_per_stage"
-        if sum(stages) != model.num_layers:
-            found.cross([key], f"{key}={list(stages)}: sums to {sum(stages)}, the checkpoint has {model.num_layers} layers")
-        if model.num_attention_heads % parallel.attn_tp_size:
-            key = f"{path}.attn_tp_size"
-            heads = f"the checkpoint's {model.num_attention_heads} attention heads"
-            found.cross([key], f"{key}={parallel.attn_tp_size}: does not divide {heads}")
-        if model.quantization is not None and model.hidden_size % parallel.attn_tp_size:
-            key, width = f"{path}.attn_tp_size", f"the checkpoint's hidden_size {model.hidden_size}"
-            found.cross([key], f"{key}={parallel.attn_tp_size}: does not divide {width}, as int8 weights want")
+        check_layout_fits(role, pool.parallel, model, found=found)
 
 
 def _check_drafts(role: Role, pool: PoolConfig, *, model: ModelConfig, found: Findings) -> None:
@@ -231,30 +224,6 @@ def _same_host(host: str) -> str:
     return "127.0.0.1" if host in ("localhost", "0.0.0.0", "::", "::1") else host
 
 
-def _check_parallel(role: Role, pool: PoolConfig, *, found: Findings) -> None:
-    parallel, path = pool.parallel, f"{role}.parallel"
-    foreign = {
-        "prefill": ("dp_size", "kvp_size", "attn_tp_size"),
-        "decode": ("pp_size", "cp_size"),
-        "standalone": ("pp_size", "cp_size"),
-    }[role]
-    sizes = {name: value for name, value in vars(parallel).items() if name.endswith("_size")}
-    for name in foreign:
-        if sizes[name] != 1:
-            found.cross([f"{path}.{name}"], f"{path}.{name}={sizes[name]}: must be 1 in a {role} pool")
-    if role != "prefill" and parallel.dp_size != 1:
-        found.cross([f"{path}.dp_size"], f"{path}.dp_size={parallel.dp_size}: only one group (1) is supported yet")
-    if role != "prefill" and parallel.attn_tp_size != parallel.kvp_size:
-        paths = [f"{path}.attn_tp_size", f"{path}.kvp_size"]
-        text = (
-            f"{paths[0]}={parallel.attn_tp_size}: differs from {paths[1]}={parallel.kvp_size}; set both to the same value"
-        )
-        found.cross(paths, text)
-    stages, key = parallel.layers_per_stage, f"{path}.layers_per_stage"
-    if stages and len(stages) != parallel.pp_size:
-        found.cross([key, f"{path}.pp_size"], f"{key}={list(stages)}: {len(stages)} stages, pp_size is {parallel.pp_size}")
-
-
 def _check_engine(role: Role, pool: PoolConfig, *, found: Findings) -> None:
     engine, path = pool.engine, f"{role}.engine"
     chunk, block = f"{path}.max_num_batched_tokens", f"{path}.block_size"
@@ -282,13 +251,14 @@ def _check_graphs(role: Role, pool: PoolConfig, *, found: Findings) -> None:
 
 
 def _check_devices(config: ClusterConfig, found: Findings) -> None:
-    if config.device not in _SUPPORTED_DEVICES:
-        known = ", ".join(_SUPPORTED_DEVICES)
+    if config.device not in SUPPORTED_DEVICES:
+        known = ", ".join(SUPPORTED_DEVICES)
         found.cross(["device"], f"device={config.device}: is not supported yet; one of {known}")
         return
     for role, pool in pools(config):
         path, world = f"{role}.parallel", pool.parallel.world_size
-        axes = ("pp_size", "cp_size") if role == "prefill" else ("dp_size", "kvp_size")
+        group = "kvp_size" if pool.parallel.kvp_size >= pool.parallel.attn_tp_size else "attn_tp_size"
+        axes = ("pp_size", "cp_size") if role == "prefill" else ("dp_size", group)
         shape = " x ".join(f"{axis} {vars(pool.parallel)[axis]}" for axis in axes)
         for place, instance in enumerate(pool.instances):
             devices = len(instance.nodes) * config.devices_per_node

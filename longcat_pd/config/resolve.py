@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from longcat_pd.config.checks import RANGES, blocks_needed, check_blocks, check_model, check_shape, num_shards, pools
+from longcat_pd.config.layout_checks import num_nodes
 from longcat_pd.config.model import ModelConfig, attentions_of
 from longcat_pd.config.reader import Findings, Reader, lay_over
 from longcat_pd.config.schema import (
@@ -163,7 +164,8 @@ def _resolve(config: ClusterConfig, found: Findings) -> ClusterConfig:
     if model is not None:
         config = dataclasses.replace(config, model=_resolved_section(config.model, model))
         for role, pool in pools(config):
-            parallel = _resolved_parallel(role, pool.parallel, model=model, found=found)
+            parallel = _with_sizes(pool.parallel, config.devices_per_node)
+            parallel = _with_stages(role, parallel, model=model, found=found)
             pool = dataclasses.replace(pool, parallel=parallel)
             engine = _resolved_engine(pool, config, model=model)
             config = _with_pool(config, role, dataclasses.replace(pool, engine=engine))
@@ -198,7 +200,13 @@ def _with_pool(config: ClusterConfig, role: Role, pool: PoolConfig) -> ClusterCo
     return dataclasses.replace(config, standalone=pool)
 
 
-def _resolved_parallel(role: Role, parallel: ParallelConfig, *, model: ModelConfig, found: Findings) -> ParallelConfig:
+def _with_sizes(parallel: ParallelConfig, devices_per_node: int) -> ParallelConfig:
+    """Sizes that follow from others."""
+    tables = parallel.ngram_embed_tp_size or parallel.embed_tp_size
+    return dataclasses.replace(parallel, ngram_embed_tp_size=tables, node_size=num_nodes(parallel, devices_per_node))
+
+
+def _with_stages(role: Role, parallel: ParallelConfig, *, model: ModelConfig, found: Findings) -> ParallelConfig:
     if parallel.pp_size > model.num_layers:
         key = f"{role}.parallel.pp_size"
         found.cross([key], f"{key}={parallel.pp_size}: more stages than the checkpoint's {model.num_layers} layers")
@@ -207,10 +215,11 @@ def _resolved_parallel(role: Role, parallel: ParallelConfig, *, model: ModelConf
 
 
 def _resolved_engine(pool: PoolConfig, config: ClusterConfig, *, model: ModelConfig) -> EngineConfig:
-    """Blocks for ``max_num_seqs`` sequences of full length within CPU_CACHE_BYTES a rank, at least for one."""
+    """Blocks for all sequences of a group, of full length, within CPU_CACHE_BYTES a rank, at least for one."""
     engine = dataclasses.replace(pool.engine, max_model_len=pool.engine.max_model_len or model.max_position_embeddings)
+    slots = engine.max_num_seqs // pool.parallel.dp_size
     if engine.exe_mode != "eager":
-        sizes = engine.buckets or (1, engine.max_num_seqs // pool.parallel.dp_size)
+        sizes = engine.buckets or (1, slots)
         engine = dataclasses.replace(engine, buckets=tuple(sorted(set(sizes))))
     if engine.num_blocks:
         return engine
@@ -220,7 +229,7 @@ def _resolved_engine(pool: PoolConfig, config: ClusterConfig, *, model: ModelCon
         model, max(pool.parallel.layers_per_stage), has_draft=engine.num_draft_tokens > 0
     )
     affordable = CPU_CACHE_BYTES // (token_bytes * engine.block_size)
-    return dataclasses.replace(engine, num_blocks=1 + max(whole, min(whole * engine.max_num_seqs, affordable)))
+    return dataclasses.replace(engine, num_blocks=1 + max(whole, min(whole * slots, affordable)))
 
 
 def compile_cache(engine: EngineConfig) -> Path:

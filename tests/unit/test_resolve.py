@@ -97,6 +97,29 @@ def test_blocks_stay_within_the_cpu_budget_but_always_hold_one_sequence(cluster:
     assert long.decode.engine.num_blocks == 1 + max(1048576 // 16 // 2, (1 << 28) // block_bytes)
 
 
+def test_blocks_are_those_of_one_group(cluster: Path) -> None:
+    config = load(cluster, ["decode.parallel.dp_size=2"])
+    assert config.decode is not None
+    assert config.decode.engine.num_blocks == 1 + 4 * 64
+    # Every rank of a group holds the whole cache: 128 blocks for each of the 2 sequences of a group.
+    checkpoint = str(cluster.parent / "weights" / "longcat-tiny")
+    lite = ["engine.max_num_seqs=4", "engine.block_size=16", "parallel.attn_tp_size=4", "parallel.dp_size=2"]
+    assert standalone(checkpoint, lite, host="127.0.0.1", port=8081).engine.num_blocks == 1 + 2 * 128
+
+
+def test_sizes_follow_from_others_unless_they_are_set(cluster: Path) -> None:
+    def sizes(*overrides: str) -> tuple[int, int]:
+        config = load(cluster, ["devices_per_node=4", *(f"prefill.parallel.{item}" for item in overrides)])
+        assert config.prefill is not None
+        return config.prefill.parallel.ngram_embed_tp_size, config.prefill.parallel.node_size
+
+    assert sizes() == (1, 1)
+    assert sizes("embed_tp_size=2", "ep_size=2") == (2, 1)
+    assert sizes("embed_tp_size=2", "ngram_embed_tp_size=1") == (1, 1)
+    assert sizes("ep_size=2", "moe_dispatch=two_level") == (1, 1)
+    assert sizes("ep_size=2", "moe_dispatch=two_level", "node_size=2") == (1, 2)
+
+
 def test_overrides_are_laid_over_the_file_and_lists_count_by_number(cluster: Path) -> None:
     config = load(
         cluster,
@@ -165,7 +188,6 @@ def test_all_findings_come_at_once_each_with_its_key(cluster: Path) -> None:
         (["decode.engine.block_size=32"], "block_size differs: prefill.engine.block_size=16, decode.engine.block_size=32"),
         (["prefill.engine.max_num_batched_tokens=72"], "prefill.engine.max_num_batched_tokens=72: must be a multiple of"),
         (["decode.parallel.attn_tp_size=4"], "decode.parallel.attn_tp_size=4: differs from decode.parallel.kvp_size=2"),
-        (["decode.parallel.dp_size=2"], "decode.parallel.dp_size=2: only one group"),
         (["decode.parallel.pp_size=2"], "decode.parallel.pp_size=2: must be 1 in a decode pool"),
         (["prefill.parallel.kvp_size=2"], "prefill.parallel.kvp_size=2: must be 1 in a prefill pool"),
         (
