@@ -19,7 +19,7 @@ from longcat_pd.kv_cache.layout import BlockSplit
 from longcat_pd.kv_transfer.messages import Arrival, Commit, Grant, Hello
 from longcat_pd.kv_transfer.offers import IncomingTransfer, Offers
 from longcat_pd.metrics import TransferMetrics
-from longcat_pd.server.service import Readiness, decode_state
+from longcat_pd.server.service import Readiness, decode_state, layout_info
 from longcat_pd.wire import pack, unpack
 
 
@@ -96,10 +96,9 @@ class DecodeService:
         self._engine.acceptance.restart()
 
     def info(self) -> dict[str, Any]:
-        """Layout and state for /server_info."""
-        parallel = self._spec.parallel
-        layout = {"dp_size": parallel.dp_size, "kvp_size": parallel.kvp_size}
-        return {"parallel": layout, "internal_states": [decode_state(self._spec, self._engine.acceptance.mean())]}
+        """Layout, memory and state for /server_info."""
+        state = decode_state(self._spec, self._engine.acceptance.mean())
+        return {**layout_info(self._spec, self._engine.ready), "internal_states": [state]}
 
     def computed_by(self, peer: str | None) -> tuple[Hello, ...]:
         """The prefill instance and this one."""

@@ -48,6 +48,7 @@ class Engine:
         self._queue_timeout_s = config.queue_timeout_s
         self._clock = clock
         self._scheduler = Scheduler(config, parallel, eos_token_ids=eos_token_ids, decode_plans=decode_plans)
+        self.ready: Ready = ()  # what the ranks told at start
         self.prefixes = self._scheduler.room.prefixes
         self.acceptance = accounting.Acceptance(metrics.engine)
         self._loop = StepLoop(
@@ -57,7 +58,8 @@ class Engine:
 
     async def start(self) -> Ready:
         """Start the ranks and the loop. Raises ConfigError, RankLost or EngineFault when they do not come up."""
-        return await self._loop.start()
+        self.ready = await self._loop.start()
+        return self.ready
 
     async def close(self) -> None:
         """End the loop and the ranks; whatever is open gets WorkerUnavailable (draining)."""

@@ -68,6 +68,7 @@ class StepLoop:
         ready = await self.executor.start(self._closed, self.fail)
         load_s, weight_bytes = max(r.load_s for r in ready), sum(r.weight_bytes for r in ready)
         logger().info("weights_loaded", ranks=len(ready), seconds=load_s, bytes=weight_bytes)
+        _log_memory(ready)
         task = asyncio.get_running_loop().create_task(self._run())
         task.add_done_callback(self._ended)
         self._tasks.append(task)
@@ -219,3 +220,13 @@ class StepLoop:
         elif error is not None:
             logger().error("engine_fault", exc_info=error)
             self.fail(EngineFault("the engine failed"))
+
+
+def _log_memory(ready: Ready) -> None:
+    """What the ranks allocated: that of the fullest, and each by part for who wants to know."""
+    totals = {rank.rank: sum(num_bytes for _, num_bytes in rank.memory) for rank in ready}
+    fullest = max(totals, key=lambda rank: totals[rank])
+    logger().info("memory_allocated", max_bytes=totals[fullest], rank=fullest, all_bytes=sum(totals.values()))
+    for rank in ready:
+        parts = {name.replace("-", "_").replace(" ", "_"): num_bytes for name, num_bytes in rank.memory}
+        logger().debug("rank_memory", rank=rank.rank, **parts)

@@ -156,7 +156,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReady:
-    """A rank has loaded its weights and joined its groups."""
+    """A rank has loaded its weights and joined its groups. ``memory``: bytes that it allocated, by part (``footprint``)."""
 
     rank: int
     load_s: float
@@ -165,6 +165,7 @@ class RankReady:
     cache_entries: tuple[tuple[str, int, str], ...]  # name, width, data type: must be equal in both pools (by name)
     model_digest: str
     accounts: RankAccounts
+    memory: tuple[tuple[str, int], ...] = ()
 
 
 RankMessage = RankReady | Heartbeat | StepOutput | TransferClosed

@@ -25,7 +25,7 @@ class RankModel:
     """A rank's part of the model, and its cache.
 
     ``ngram_order``: N of the over-embedding where this stage embeds with it, else 0. ``hidden_size`` and ``dtype`` are
-    those of what travels between stages. ``has_draft``: the draft layer is here.
+    those of what travels between stages. ``has_draft``: the draft layer is here. ``memory``: what is allocated.
     """
 
     model: CausalLM
@@ -38,6 +38,7 @@ class RankModel:
     model_digest: str
     weight_bytes: int
     load_s: float
+    memory: tuple[tuple[str, int], ...] = ()
     has_draft: bool = False
 
 
@@ -87,6 +88,7 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
         model_digest=checkpoint_digest(Path(instance.model.path)),
         weight_bytes=weight_bytes,
         load_s=time.monotonic() - began,
+        memory=model.memory(cache),
         has_draft=has_draft,
     )
 

@@ -66,6 +66,7 @@ class ModelRunner:
             ),
             model_digest=self._loaded.model_digest,
             accounts=self.accounts(),
+            memory=self._loaded.memory,
         )
 
     def accounts(self) -> RankAccounts:

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
+from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.models.batch import ForwardInputs, Rows
 from longcat_pd.models.context import ModelContext
 from longcat_pd.models.decoder import Stack
 from longcat_pd.models.embedding import LmHead, VocabEmbedding
+from longcat_pd.models.footprint import Footprint, footprint
 from longcat_pd.models.mtp import Chosen, DraftLayer
 from longcat_pd.models.ngram import NgramEmbedding
 from longcat_pd.models.weight_spec import WeightSpec
@@ -34,6 +36,11 @@ class CausalLM(nn.Module):
         for module in (self.word, self.ngram, self.stack, self.head, self.draft):
             if module is not None:
                 yield from module.weight_specs()
+
+    def memory(self, cache: KVCache) -> Footprint:
+        """Bytes that this rank allocated, by part (see ``footprint``); ``cache`` is the context's."""
+        word = None if self.ngram is None else self.ngram.word
+        return footprint(self, cache, ngram=self.ngram, word=word, draft=self.draft)
 
     def forward(self, inputs: ForwardInputs, hidden: Tensor | None, on_layer: Callable[[int], None] | None) -> Tensor:
         """The stream [T, hidden] behind this stage's layers.

@@ -17,7 +17,7 @@ from longcat_pd.errors import WorkerUnavailable
 from longcat_pd.kv_transfer.messages import Commit, Hello, Offer
 from longcat_pd.kv_transfer.offering import Offering, OutgoingTransfer
 from longcat_pd.metrics import TransferMetrics
-from longcat_pd.server.service import Readiness
+from longcat_pd.server.service import Readiness, layout_info
 from longcat_pd.wire import pack
 
 
@@ -85,9 +85,8 @@ class PrefillService:
         self._engine.acceptance.restart()
 
     def info(self) -> dict[str, Any]:
-        """Layout and state for /server_info."""
-        parallel = self._spec.parallel
-        return {"parallel": {"pp_size": parallel.pp_size, "cp_size": parallel.cp_size}, "internal_states": [{}]}
+        """Layout and memory for /server_info."""
+        return {**layout_info(self._spec, self._engine.ready), "internal_states": [{}]}
 
     def computed_by(self, peer: str | None) -> tuple[Hello, ...]:
         """This one; of an answer, it computes a part only."""

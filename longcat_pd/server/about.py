@@ -54,7 +54,7 @@ class About:
         metrics.draining.set(self._gate.is_draining)
 
     def server_info(self) -> dict[str, Any]:
-        """``/server_info``; the service adds ``parallel`` and ``internal_states``."""
+        """``/server_info``; the service adds ``parallel``, ``memory`` and ``internal_states``."""
         model = self._service.model
         return {
             "version": metadata.version("longcat-pd"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from longcat_pd.config.schema import EngineConfig, InstanceSpec, ModelSection, Role
 from longcat_pd.engine.accounting import Health
+from longcat_pd.engine.plan import RankReady
 from longcat_pd.engine.request import Delta, Request, SamplingParams, TransferRef
 from longcat_pd.kv_transfer.messages import Hello
 
@@ -43,6 +44,12 @@ class Readiness:
     def is_starting(self) -> bool:
         """Whether the instance has not loaded yet what it serves."""
         return any(reason["code"] == "starting" for reason in self.reasons)
+
+
+def layout_info(spec: InstanceSpec, ready: Sequence[RankReady]) -> dict[str, Any]:
+    """``parallel`` and ``memory`` of ``/server_info``: all sizes, and bytes that every rank allocated, by part."""
+    memory = [{"rank": rank.rank, "bytes": dict(rank.memory)} for rank in ready]
+    return {"parallel": asdict(spec.parallel), "memory": memory}
 
 
 def decode_state(spec: InstanceSpec, mean_accepted: float | None) -> dict[str, Any]:
@@ -89,7 +96,7 @@ class Service(Protocol):
         ...
 
     def info(self) -> dict[str, Any]:
-        """``parallel`` and ``internal_states`` of ``/server_info``."""
+        """``parallel``, ``memory`` and ``internal_states`` of ``/server_info``."""
         ...
 
     def computed_by(self, peer: str | None) -> tuple[Hello, ...]:

@@ -1,17 +1,18 @@
 """Bytes of each rank, part by part, from the configuration and config.json alone: for the plan and for refusing a start.
 
-Counts what a rank holds, not what the operating system shows: weights and cache exactly, workspace as an upper estimate
-of the largest step. Knows no device and no tensors; what is available is the caller's to say.
+Counts what a rank holds, not what the operating system shows: weights (``weights.py``) and cache exactly, under the names
+of ``models/footprint.py``; workspace as an upper estimate of the largest step. Knows no device and no tensors; what is
+available is the caller's to say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
-from longcat_pd.config.model import ModelConfig
+from longcat_pd.config.model import ModelConfig, attentions_of
 from longcat_pd.config.schema import InstanceSpec, ParallelConfig
+from longcat_pd.sizing.weights import DTYPE_BYTES, Weights
 
 GIB, MIB = 1 << 30, 1 << 20
 PROCESS_BYTES = 48 << 20  # what a rank process has of its own before it loads anything
@@ -19,12 +20,15 @@ DRAW_ELEMENTS = 1 << 22  # logits that are drawn from at once (kernels/reference
 DRAW_BYTES = 80  # for each of them, in fp64, sorted and summed up
 COMPILER_BYTES = 512 << 20  # torch's compiler at its height; half of it stays
 
-DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """What one rank needs. ``parts``: weights, n-gram tables, cache, index keys, drafts, workspace, process; in bytes."""
+    """What one rank needs, in bytes.
+
+    ``parts``: weights (of the layers, the word embedding and the head), n-gram tables (with their projections), cache
+    (latents and their rope parts), index keys, drafts (all of the draft layer: weights, embedding, cache, index keys),
+    workspace, process.
+    """
 
     rank: int
     parts: Mapping[str, int]
@@ -70,110 +74,73 @@ def _first_layers(parallel: ParallelConfig) -> list[range]:
 
 
 def _rank_memory(rank: int, spec: InstanceSpec, *, model: ModelConfig, stages: list[range]) -> RankMemory:
-    stage = stage_of(rank, spec.parallel)
-    layers = stages[stage]
-    width = DTYPE_BYTES[spec.model.dtype]
-    cached_tokens = spec.engine.num_blocks * spec.engine.block_size
-    cached = [model.cached_widths(2 * layer + j) for layer in layers for j in (0, 1)]
-    index_keys = sum(widths.get("index", 0) for widths in cached)
-    latents = sum(sum(widths.values()) for widths in cached) - index_keys
-    is_first, is_last = stage == 0, stage == spec.parallel.pp_size - 1
+    parallel, stage = spec.parallel, stage_of(rank, spec.parallel)
+    weights = Weights(model=model, parallel=parallel, width=DTYPE_BYTES[spec.model.dtype])
+    is_first, is_last = stage == 0, stage == parallel.pp_size - 1
     has_draft = is_last and spec.engine.num_draft_tokens > 0
+    latents, index_keys = _cached_bytes(stages[stage], spec, model=model)
+    draft_cache = sum(_cached_bytes(range(model.num_layers, model.num_layers + 1), spec, model=model))
+    ends = (weights.word() if is_first else 0) + (weights.head() if is_last else 0)
     return RankMemory(
         rank=rank,
         parts={
-            "weights": _weights(model, spec.parallel, layers=layers, ends=is_first + is_last, width=width),
-            "n-gram tables": _tables(model) * width if is_first else 0,
-            "cache": cached_tokens * latents * width,
-            "index keys": cached_tokens * index_keys * width,
-            "drafts": _drafts(model, spec, cached_tokens=cached_tokens, width=width) if has_draft else 0,
-            "workspace": _workspace(spec, model, width=width),
+            "weights": weights.layers(stages[stage]) + ends,
+            "n-gram tables": weights.tables(rank) if is_first else 0,
+            "cache": latents,
+            "index keys": index_keys,
+            "drafts": weights.draft() + draft_cache if has_draft else 0,
+            "workspace": _workspace(spec, model),
             "process": PROCESS_BYTES + COMPILER_BYTES * (spec.engine.exe_mode == "inductor"),
         },
     )
 
 
-def _weights(model: ModelConfig, parallel: ParallelConfig, *, layers: range, ends: int, width: int) -> int:
-    """``ends``: how many of embedding and head are here. Attention heads are split over attn_tp, all else is whole."""
-    hidden, attention = model.hidden_size, _attention(model, parallel)
-    router_bytes = model.num_router_outputs * (hidden + 1) * 4
-    layer_bytes = (2 * attention + _indexer(model)) * width + router_bytes
-    mlp_bytes = sum(_mlp_bytes(model, layer, width=width) for layer in layers)
-    return len(layers) * layer_bytes + mlp_bytes + ends * model.vocab_size * hidden * width
+def _cached_bytes(layers: range, spec: InstanceSpec, *, model: ModelConfig) -> tuple[int, int]:
+    """Latents with their rope parts, and index keys, in the blocks of one shard."""
+    engine = spec.engine
+    per_value = engine.num_blocks * engine.block_size * DTYPE_BYTES[spec.model.dtype]
+    cached = [model.cached_widths(attention) for layer in layers for attention in attentions_of(model, layer)]
+    index_keys = sum(widths.get("index", 0) for widths in cached)
+    return per_value * (sum(sum(widths.values()) for widths in cached) - index_keys), per_value * index_keys
 
 
-def _mlp_bytes(model: ModelConfig, layer: int, *, width: int) -> int:
-    """The dense MLPs and the experts of a layer."""
-    sizes = {f"model.layers.{layer}.mlps.{j}": model.ffn_hidden_size for j in (0, 1)}
-    experts = range(model.n_routed_experts)
-    sizes |= {f"model.layers.{layer}.mlp.experts.{e}": model.expert_ffn_hidden_size for e in experts}
-    return sum(_one_mlp_bytes(model, name, inner=inner, width=width) for name, inner in sizes.items())
-
-
-def _one_mlp_bytes(model: ModelConfig, name: str, *, inner: int, width: int) -> int:
-    """Gate, up and down: int8 with fp32 scales where ``quantization_config`` says so."""
-    if model.quantization is None:
-        return 3 * inner * model.hidden_size * width
-    total = 0
-    for part, num_rows in (("gate", inner), ("up", inner), ("down", model.hidden_size)):
-        is_int8 = model.quantization.covers(f"{name}.{part}_proj")
-        total += inner * model.hidden_size * (1 if is_int8 else width) + (4 * num_rows if is_int8 else 0)
-    return total
-
-
-def _attention(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Elements of one attention's projections on one rank."""
-    hidden, heads = model.hidden_size, model.num_attention_heads // parallel.attn_tp_size
-    latent, rope = model.kv_lora_rank, model.qk_rope_head_dim
-    return (
-        (model.q_lora_rank + latent + rope) * hidden
-        + heads * model.qk_head_dim * model.q_lora_rank
-        + heads * (model.qk_nope_head_dim + model.v_head_dim) * latent
-        + heads * model.v_head_dim * hidden
-    )
-
-
-def _drafts(model: ModelConfig, spec: InstanceSpec, *, cached_tokens: int, width: int) -> int:
-    """Bytes of the draft layer: its weights, its embedding, its cache and index keys."""
-    elements = _attention(model, spec.parallel) + (2 * model.hidden_size + model.vocab_size) * model.hidden_size
-    if model.indexer is not None:
-        elements += _indexer(model) * model.indexer.cli_factor // 2
-    elements += cached_tokens * sum(model.cached_widths(2 * model.num_layers).values())
-    name = "model.mtp.layers.0.transformer_layer.mlp"
-    return elements * width + _one_mlp_bytes(model, name, inner=model.ffn_hidden_size, width=width)
-
-
-def _indexer(model: ModelConfig) -> int:
-    """Elements of a layer's indexers."""
-    if model.indexer is None:
-        return 0
-    one = model.indexer
-    projections = one.index_n_heads * one.index_head_dim * model.q_lora_rank
-    return 2 // one.cli_factor * (projections + (one.index_head_dim + one.index_n_heads) * model.hidden_size)
-
-
-def _tables(model: ModelConfig) -> int:
-    """Elements of the n-gram tables and of their projections."""
-    if model.over_embedding is None:
-        return 0
-    rows = sum(model.over_embedding.table_sizes)
-    return rows * model.oe_width + model.over_embedding.num_tables * model.oe_width * model.hidden_size
-
-
-def _workspace(spec: InstanceSpec, model: ModelConfig, *, width: int) -> int:
-    """Upper estimate of the largest step: activations of its rows, keys gathered for one attention, logits."""
-    engine, parallel = spec.engine, spec.parallel
-    window_rows = engine.max_num_seqs * (1 + engine.num_draft_tokens)
+def _workspace(spec: InstanceSpec, model: ModelConfig) -> int:
+    """Upper estimate of the largest step: activations of its rows and of those that other ranks hand in, keys gathered for
+    one attention, logits."""
+    engine, parallel, width = spec.engine, spec.parallel, DTYPE_BYTES[spec.model.dtype]
+    window_rows = engine.max_num_seqs // parallel.dp_size * (1 + engine.num_draft_tokens)
     rows = window_rows if spec.role == "decode" else -(-engine.max_num_batched_tokens // parallel.cp_size)
     latent = model.kv_lora_rank + model.qk_rope_head_dim
-    query = model.num_attention_heads * (2 * latent + model.kv_lora_rank)
-    experts = model.moe_topk * (3 * model.expert_ffn_hidden_size + model.hidden_size)
-    activations = rows * (8 * model.hidden_size + max(query, experts, 3 * model.ffn_hidden_size)) * width
+    heads = model.num_attention_heads // (1 if parallel.kvp_size > 1 else parallel.attn_tp_size)
+    query = heads * (2 * latent + model.kv_lora_rank)
+    dense = 3 * model.ffn_hidden_size // parallel.dense_tp_size
+    activations = rows * (8 * model.hidden_size + max(query, dense)) * width
     selected = min(engine.max_model_len, model.indexer.index_topk if model.indexer else engine.max_model_len)
-    scores = rows * model.num_attention_heads * selected * 4
+    scores = rows * heads * selected * 4
     index_scores = rows * engine.max_model_len * 4 if model.indexer else 0
     key_width = model.indexer.index_head_dim if model.indexer else 0
-    gathered = engine.max_model_len * (latent + key_width) * width if parallel.cp_size > 1 else 0
+    keys = engine.max_model_len * (latent + key_width) * width if parallel.cp_size > 1 else 0
     sampled = window_rows if spec.role != "prefill" else engine.max_num_seqs
-    logits = 2 * sampled * model.vocab_size * 4 + min(sampled * model.vocab_size, DRAW_ELEMENTS) * DRAW_BYTES
-    return activations + scores + index_scores + gathered + logits
+    met = _rows_that_meet(rows, spec, model=model, width=width)
+    return activations + scores + index_scores + keys + met + _logits(sampled, parallel, model=model)
+
+
+def _rows_that_meet(rows: int, spec: InstanceSpec, *, model: ModelConfig, width: int) -> int:
+    """Rows of all ranks of the widest axis, and those that the experts of one rank compute if all choose them."""
+    parallel = spec.parallel
+    share = -(-rows // parallel.attn_tp_size)
+    tables = parallel.ngram_embed_tp_size if model.over_embedding is not None else 1
+    widest = max(parallel.dense_tp_size, parallel.embed_tp_size, tables, parallel.ep_size, parallel.moe_tp_size)
+    gathered = 0 if widest == 1 else share * widest * 3 * model.hidden_size
+    handed_in = max(rows, share * max(parallel.ep_size, parallel.moe_tp_size))
+    chosen = handed_in * min(model.moe_topk, model.n_routed_experts // parallel.ep_size)
+    inner = 3 * model.expert_ffn_hidden_size // parallel.moe_tp_size
+    return (gathered + chosen * (inner + model.hidden_size)) * width
+
+
+def _logits(sampled: int, parallel: ParallelConfig, *, model: ModelConfig) -> int:
+    """Of own vocabulary for the rows of all ranks of the head, whole ones for own rows, and what draws make of these."""
+    handed_in = max(sampled, -(-sampled // parallel.attn_tp_size) * parallel.lmhead_tp_size)
+    local = handed_in * (model.vocab_size // parallel.lmhead_tp_size)
+    whole = sampled * model.vocab_size
+    return (local + whole) * 4 + min(whole, DRAW_ELEMENTS) * DRAW_BYTES

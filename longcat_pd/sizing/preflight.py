@@ -16,7 +16,7 @@ from pathlib import Path
 from longcat_pd.config.checks import PortUse, ports_of
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.resolve import compile_cache
-from longcat_pd.config.schema import InstanceSpec
+from longcat_pd.config.schema import InstanceSpec, ParallelConfig
 from longcat_pd.errors import ConfigError
 from longcat_pd.sizing.memory import GIB, RankMemory, instance_memory, show_parts, show_total, stage_of, sum_of_parts
 
@@ -57,10 +57,8 @@ def inspect(spec: InstanceSpec, *, available_bytes: int | None = None) -> Prefli
 def plan_lines(spec: InstanceSpec, ranks: Sequence[RankMemory]) -> Iterator[str]:
     """What will run: layout, ports, and bytes of each rank part by part."""
     parallel, engine = spec.parallel, spec.engine
-    axes = {name: size for name, size in vars(parallel).items() if name.endswith("_size") and size > 1}
-    layout = " x ".join(f"{name.removesuffix('_size')} {size}" for name, size in axes.items())
-    layout = f"{layout}, {parallel.world_size} ranks" if axes else "one rank"
-    yield f"{spec.role} {spec.name}: {layout} on {spec.device}, {spec.model.dtype}"
+    yield f"{spec.role} {spec.name}: {_tiling(parallel)} on {spec.device}, {spec.model.dtype}"
+    yield from _split_parts(parallel)
     blocks = f"block_size {engine.block_size}, {engine.num_blocks} blocks a shard"
     chunk = f", {engine.max_num_batched_tokens} tokens a chunk" if spec.role != "decode" else ""
     yield f"  layers per stage {list(parallel.layers_per_stage)}; {blocks}"
@@ -74,6 +72,26 @@ def plan_lines(spec: InstanceSpec, ranks: Sequence[RankMemory]) -> Iterator[str]
     if spec.role == "prefill" and engine.max_num_batched_tokens % (engine.block_size * parallel.cp_size):
         level = engine.block_size * parallel.cp_size
         yield f"  advice: a chunk is level over the ranks of cp when max_num_batched_tokens is a multiple of {level}"
+
+
+def _tiling(parallel: ParallelConfig) -> str:
+    """The axes whose product is the number of ranks."""
+    group = "kvp" if parallel.kvp_size > 1 else "attn_tp"
+    sizes = {name: vars(parallel)[f"{name}_size"] for name in ("pp", "dp", "cp", group)}
+    axes = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    return f"{axes}, {parallel.world_size} ranks" if axes else "one rank"
+
+
+def _split_parts(parallel: ParallelConfig) -> Iterator[str]:
+    """Over how many neighbours each part of the model is split; nothing where all are whole."""
+    names = ["attn_tp"] if parallel.kvp_size > 1 else []
+    names += ["dense_tp", "moe_tp", "ep", "embed_tp", "lmhead_tp", "ngram_embed_tp"]
+    shown = {name: f"{name} {vars(parallel)[f'{name}_size']}" for name in names if vars(parallel)[f"{name}_size"] > 1}
+    if "ep" in shown:
+        levels = f" over {parallel.node_size} nodes" if parallel.moe_dispatch == "two_level" else ""
+        shown["ep"] += f" by {parallel.moe_dispatch}{levels}"
+    if shown:
+        yield f"  split: {', '.join(shown.values())}"
 
 
 def memory_findings(spec: InstanceSpec, ranks: tuple[RankMemory, ...], *, available_bytes: int) -> Iterator[str]:

@@ -12,7 +12,7 @@ from longcat_pd.engine.driver import Engine
 from longcat_pd.engine.request import Delta, Request, SamplingParams, TransferRef
 from longcat_pd.errors import WorkerUnavailable
 from longcat_pd.kv_transfer.messages import Hello
-from longcat_pd.server.service import Readiness, decode_state
+from longcat_pd.server.service import Readiness, decode_state, layout_info
 
 
 class StandaloneService:
@@ -68,10 +68,9 @@ class StandaloneService:
         self._engine.acceptance.restart()
 
     def info(self) -> dict[str, Any]:
-        """Layout and state for /server_info."""
-        parallel = self._spec.parallel
-        layout = {"dp_size": parallel.dp_size, "kvp_size": parallel.kvp_size, "attn_tp_size": parallel.attn_tp_size}
-        return {"parallel": layout, "internal_states": [decode_state(self._spec, self._engine.acceptance.mean())]}
+        """Layout, memory and state for /server_info."""
+        state = decode_state(self._spec, self._engine.acceptance.mean())
+        return {**layout_info(self._spec, self._engine.ready), "internal_states": [state]}
 
     def computed_by(self, peer: str | None) -> tuple[Hello, ...]:
         """This one alone."""

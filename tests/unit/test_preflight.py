@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from longcat_pd.config.model import ModelConfig
-from longcat_pd.config.resolve import instance_spec, load
+from longcat_pd.config.resolve import instance_spec, load, standalone
 from longcat_pd.sizing.memory import instance_memory
 from longcat_pd.sizing.preflight import (
     compiler_findings,
@@ -22,8 +22,8 @@ from tests.unit.test_resolve import cluster
 __all__ = ["cluster"]
 
 
-def plan(file: Path, *overrides: str) -> list[str]:
-    spec = instance_spec(load(file, overrides), "p0")
+def plan(file: Path, *overrides: str, name: str = "p0") -> list[str]:
+    spec = instance_spec(load(file, overrides), name)
     return list(plan_lines(spec, instance_memory(spec, ModelConfig.load(spec.model.path))))
 
 
@@ -36,6 +36,25 @@ def test_the_plan_names_layout_ports_and_the_bytes_of_every_rank(cluster: Path) 
     assert "rank 0 (stage 0): " in text
     assert "rank 3 (stage 1): " in text
     assert "advice" not in text
+
+
+def test_the_plan_tells_ranks_from_sizes_that_share_them(cluster: Path) -> None:
+    assert not any("split" in line for line in plan(cluster))
+    wide = "prefill.parallel={pp_size: 1, cp_size: 4, ep_size: 4, moe_dispatch: two_level, node_size: 2, embed_tp_size: 2}"
+    assert plan(cluster, wide)[:2] == [
+        "prefill p0: cp 4, 4 ranks on cpu, bfloat16",
+        "  split: ep 4 by two_level over 2 nodes, embed_tp 2, ngram_embed_tp 2",
+    ]
+    groups = "decode.parallel={dp_size: 2, kvp_size: 2, attn_tp_size: 2, dense_tp_size: 2, ep_size: 4, lmhead_tp_size: 4}"
+    assert plan(cluster, groups, name="d0")[:2] == [
+        "decode d0: dp 2 x kvp 2, 4 ranks on cpu, bfloat16",
+        "  split: attn_tp 2, dense_tp 2, ep 4 by gather, lmhead_tp 4",
+    ]
+    path = str(cluster.parent / "weights" / "longcat-tiny")
+    whole = standalone(path, ["parallel.attn_tp_size=4", "parallel.dp_size=2"], host="127.0.0.1", port=8081)
+    lines = list(plan_lines(whole, instance_memory(whole, ModelConfig.load(path))))
+    assert lines[0] == "standalone standalone: dp 2 x attn_tp 4, 8 ranks on cpu, bfloat16"
+    assert "split" not in lines[1]
 
 
 def test_a_chunk_that_is_not_level_is_worth_a_word(cluster: Path) -> None:
