@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from longcat_pd import wire
+from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import ParallelConfig, RankSpec
 from longcat_pd.engine import rank
 from longcat_pd.engine.handover import Lanes
@@ -23,6 +24,7 @@ from longcat_pd.engine.plan import Heartbeat, RankMessage, RankReady, Segment, S
 from longcat_pd.kv_cache.block_pool import GroupPool
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.kv_transfer.messages import TransferClosed
+from longcat_pd.sizing.memory import instance_memory
 from longcat_pd.tiny.make import write_tiny
 from tests.parity.gloo import BLOCK_SIZE, rank_specs
 from tests.slots import admit
@@ -63,6 +65,7 @@ class Instance:
         self.identities: list[bytes] = []
         for spec in rank_specs(checkpoint, parallel):
             spec = replace(spec, plan_endpoint=self.plans.endpoint, output_endpoint=self.outputs.endpoint)
+            self.spec = spec.instance
             self.identities.append(spec.identity)
             self.processes.append(context.Process(target=entry, args=(wire.to_json(spec),)))
         for process in self.processes:
@@ -115,6 +118,13 @@ def instance(checkpoint: Path) -> Iterator[Instance]:
 def test_a_life_from_ready_to_stop(instance: Instance) -> None:
     ready = instance.start()
     assert sorted(message.rank for message in ready) == [0, 1]
+    measured = {message.rank: dict(message.memory) for message in ready if isinstance(message, RankReady)}
+    spec = replace(instance.spec, parallel=replace(instance.spec.parallel, layers_per_stage=(2,)))
+    for planned in instance_memory(spec, ModelConfig.load(spec.model.path)):
+        assert (
+            measured[planned.rank]["weights"] > 0
+            and {name: planned.parts[name] for name in measured[planned.rank]} == measured[planned.rank]
+        )
     pool = GroupPool(0, 2, 64)
     first = admit(pool, 0, list(range(3, 20)), block_size=BLOCK_SIZE, room=4)
     instance.send(

@@ -105,7 +105,7 @@ def compare(spec: InstanceSpec, config: ModelConfig) -> list[dict[str, int]]:
         measured = allocated(spec, config, planned.rank)
         assert tuple(measured) == MEASURED
         for part in MEASURED:
-            assert measured[part] == pytest.approx(planned.parts[part], rel=0.02), (planned.rank, part)
+            assert measured[part] == planned.parts[part], (planned.rank, part)
         found.append(measured)
     return found
 

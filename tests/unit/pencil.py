@@ -72,7 +72,7 @@ class Pencil:
         return tuple(
             RankReady(
                 rank=r, load_s=0.0, weight_bytes=0, num_blocks=self.config.num_blocks, cache_entries=(),
-                model_digest="", accounts=self.accounts(r),
+                model_digest="", accounts=self.accounts(r), memory=(("weights", 100 * (r + 1)), ("n-gram tables", 7)),
             )
             for r in range(self.parallel.world_size)
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from itertools import pairwise
 
 import pytest
 
+from longcat_pd import log
 from longcat_pd.config.schema import ParallelConfig
 from longcat_pd.engine.request import FinishReason, Request, TokenOutput
 from longcat_pd.errors import DeadlineExceeded, EngineFault, InvalidRequest, Overloaded, RankLost, WorkerUnavailable
@@ -37,6 +39,21 @@ async def test_tokens_and_the_reasons_to_stop() -> None:
         one = await r.answer(request([1], 1))
         assert ids(one) == [2] and one[-1].finish is FinishReason.LENGTH
         await r.assert_idle()
+
+
+async def test_what_the_ranks_allocated_is_told_once_and_by_rank_to_who_asks() -> None:
+    out = io.StringIO()
+    log.set_up(level="debug", stream=out)
+    async with rig(parallel=ParallelConfig(kvp_size=2, attn_tp_size=2)) as r:
+        assert [dict(rank.memory) for rank in r.engine.ready] == [
+            {"weights": 100, "n-gram tables": 7},
+            {"weights": 200, "n-gram tables": 7},
+        ]
+    log.set_up(stream=io.StringIO())
+    (summary,) = [line for line in out.getvalue().splitlines() if "memory_allocated" in line]
+    assert " info " in summary and "max_bytes=207 rank=1 all_bytes=314" in summary
+    (first, second) = [line for line in out.getvalue().splitlines() if "rank_memory" in line]
+    assert " debug " in first and "rank=0 weights=100 n_gram_tables=7" in first and "rank=1 weights=200" in second
 
 
 async def test_many_at_once_answer_as_if_alone() -> None:
