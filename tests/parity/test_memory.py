@@ -92,6 +92,7 @@ def allocated(spec: InstanceSpec, config: ModelConfig, rank: int) -> dict[str, i
         kv_access=mesh.cache_shard.access,
         dtype=dtype,
         device=CPU,
+        moe_dispatch=spec.parallel.moe_dispatch,
         int8=frozenset(n.removesuffix(".weight") for n in names if stored and stored.covers(n.removesuffix(".weight"))),
         has_draft=has_draft,
     )
