@@ -133,7 +133,7 @@ LAYOUTS: list[tuple[Role, dict[str, Any]]] = [
         },
     ),
     ("decode", {"dp_size": 2, "kvp_size": 2, "attn_tp_size": 2, "ep_size": 4, "moe_dispatch": "two_level", "node_size": 2}),
-    ("decode", {"kvp_size": 3, "attn_tp_size": 3}),
+    ("decode", {"kvp_size": 3, "attn_tp_size": 3, "ngram_embed_tp_size": 3}),
     (
         "standalone",
         {"dp_size": 2, "attn_tp_size": 4, "ep_size": 4, "ngram_embed_tp_size": 8, "lmhead_tp_size": 8},
