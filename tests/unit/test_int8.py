@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.errors import ConfigError
+from longcat_pd.models.batch import Rows
 from longcat_pd.models.causal_lm import CausalLM
 from longcat_pd.models.checkpoint import int8_modules, open_checkpoint
 from longcat_pd.models.linear import Int8Linear, Piece
@@ -67,7 +68,7 @@ def test_every_tensor_arrives_in_its_place(source: Path) -> None:
     layer = model.stack.layers[0]
     for half, place in ((layer.first, 0), (layer.second, 1)):
         name = f"model.layers.0.mlps.{place}"
-        for linear, parts in ((half.mlp.gate_up, ("gate_proj", "up_proj")), (half.mlp.down, ("down_proj",))):
+        for linear, parts in ((half.mlp.gate_up, ("gate_proj", "up_proj")), (half.mlp.down.linear, ("down_proj",))):
             assert torch.equal(linear.weight, torch.cat([tensors[f"{name}.{part}.weight"] for part in parts]))
             assert torch.equal(linear.scale, torch.cat([tensors[f"{name}.{part}.weight_scale"] for part in parts])[:, 0])
     moe = layer.moe
@@ -114,10 +115,10 @@ def test_what_is_stored_as_floats_stays_floats(changed: Callable[..., Path]) -> 
     floats += [f"model.layers.0.mlp.experts.{e}.{part}" for e in range(3) for part in ("gate_proj", "up_proj")]
     layer = load(changed(as_floats(*floats))).stack.layers[0]
     assert layer.second.mlp.gate_up.weight.dtype == torch.int8
-    assert layer.second.mlp.down.weight.dtype == torch.float32
+    assert layer.second.mlp.down.linear.weight.dtype == torch.float32
     assert layer.moe.gate_up.dtype == torch.float32 and layer.moe.gate_up_scale is None
     assert layer.moe.down.dtype == torch.int8
-    assert torch.isfinite(layer.moe(torch.randn(4, 48))).all()
+    assert torch.isfinite(layer.moe(torch.randn(4, 48), Rows.even(4, 1))).all()
 
 
 def test_without_a_word_in_config_json(source: Path, tmp_path: Path) -> None:

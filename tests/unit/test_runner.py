@@ -19,7 +19,7 @@ from longcat_pd.kv_cache.spec import CacheEntry, CacheSpec
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.kv_transfer.messages import Arrival, Push
 from longcat_pd.kv_transfer.sides import LaneCounts
-from longcat_pd.models.batch import ForwardInputs
+from longcat_pd.models.batch import ForwardInputs, Rows
 from longcat_pd.parallel.mesh import Mesh
 from tests.slots import GREEDY, admit
 
@@ -62,10 +62,12 @@ class SumModel:
             sums.append(seen)
         return torch.tensor(sums)[:, None]
 
-    def final(self, hidden: torch.Tensor, output_rows: torch.Tensor | None) -> torch.Tensor:
-        return hidden if output_rows is None else hidden[output_rows]
+    has_split_head = False
 
-    def logits(self, final: torch.Tensor) -> torch.Tensor:
+    def final(self, hidden: torch.Tensor, inputs: ForwardInputs) -> torch.Tensor:
+        return hidden if inputs.output_rows is None else hidden[inputs.output_rows]
+
+    def logits(self, final: torch.Tensor, rows: Rows) -> torch.Tensor:
         return torch.zeros(len(final), VOCAB).scatter(1, final.long() % VOCAB, 5.0)
 
 
