@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longcat_pd.clock import Clock
+from longcat_pd.config.schema import ParallelConfig
 from longcat_pd.engine.loop import StepLoop
 from longcat_pd.engine.plan import RankAccounts, SlotOutput
 from longcat_pd.engine.room import RankFigures
@@ -20,6 +21,7 @@ from longcat_pd.engine.roster import RankState
 from longcat_pd.errors import LongcatError
 from longcat_pd.log import logger
 from longcat_pd.metrics import EngineMetrics
+from longcat_pd.parallel.layout import ParallelLayout
 
 ANSWER_LIMIT_S = 2.0
 ROWS_KEPT = 4096  # of the mean accepted length
@@ -88,7 +90,9 @@ def health(loop: StepLoop) -> Health:
     )
 
 
-async def account(loop: StepLoop, clock: Clock, *, transfers: int, request_sockets: int) -> dict[str, Any]:
+async def account(
+    loop: StepLoop, clock: Clock, *, parallel: ParallelConfig, transfers: int, request_sockets: int
+) -> dict[str, Any]:
     """The account of an instance, with the figures of all ranks that answer in time."""
     fresh: dict[int, RankAccounts] = {}
     if loop.is_running:
@@ -108,7 +112,7 @@ async def account(loop: StepLoop, clock: Clock, *, transfers: int, request_socke
         "transfers": transfers,
         "request_sockets": request_sockets,
     }
-    return report(driver, loop.executor.rank_states(), fresh=fresh, expected=expected)
+    return report(driver, loop.executor.rank_states(), fresh=fresh, expected=expected, layout=ParallelLayout.of(parallel))
 
 
 def set_gauges(loop: StepLoop, metrics: EngineMetrics) -> None:
@@ -132,6 +136,7 @@ def report(
     *,
     fresh: Mapping[int, RankAccounts],
     expected: Sequence[RankFigures],
+    layout: ParallelLayout,
 ) -> dict[str, Any]:
     """The account of an instance.
 
@@ -140,6 +145,7 @@ def report(
         states: what is known of each rank; its last figures stand in for a rank that did not answer.
         fresh: answers of the ranks to one and the same plan.
         expected: by rank, what they must hold after that plan.
+        layout: which ranks take part in the same collectives.
     """
     ranks, mismatch = [], []
     outstanding = sum(driver.values())
@@ -151,6 +157,7 @@ def report(
         outstanding += accounts.slots_used + accounts.lanes_posted + accounts.lanes_unsent
         if state.rank in fresh:
             mismatch += _differences(accounts, expected[state.rank])
+    mismatch += _parted(fresh, layout)
     is_silent = any(state.state != "ok" for state in states)
     return {
         "idle": not outstanding and not mismatch and not is_silent,
@@ -159,6 +166,19 @@ def report(
         "driver": dict(driver),
         "ranks": ranks,
     }
+
+
+def _parted(fresh: Mapping[int, RankAccounts], layout: ParallelLayout) -> list[str]:
+    """Ranks of one process group that have not entered the same collectives: they will wait for each other for ever."""
+    found = []
+    entered = {rank: {one.axis: one for one in accounts.collectives} for rank, accounts in fresh.items()}
+    for axis in layout.axes:
+        for ranks in layout.groups(axis.name):
+            known = {rank: entered[rank].get(axis.name) for rank in ranks if rank in entered}
+            if len(set(known.values())) > 1:
+                counts = ", ".join(f"{rank}: {one.count if one else 0}" for rank, one in known.items())
+                found.append(f"collectives of {axis.name} differ between ranks ({counts})")
+    return found
 
 
 def _rank(accounts: RankAccounts, *, cached: int, is_silent: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from longcat_pd.engine.decode_state import DecodeState, put
-from longcat_pd.engine.sampler import sample
+from longcat_pd.engine.sampler import drawn
 from longcat_pd.engine.speculative import DraftSource, Seen, accepted
 from longcat_pd.kernels.ops import Ops
 from longcat_pd.models.causal_lm import CausalLM
@@ -30,11 +30,12 @@ class DecodeStep(nn.Module):
         self._ops = ops
         self._drafts = drafts
 
-    def forward(self, slots: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, slots: Tensor, lengths: tuple[int, ...], num_candidates: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """``slots`` [B] -> what was drawn [B, W], how many of it stand [B], and the logits [B, W, V] behind it.
 
-        ``lengths``: see ``DecodeState.inputs``. What stands of a row are the drafts that were drawn and the first token
-        that is no draft; draws beyond it saw a token that is not there.
+        ``lengths``: see ``DecodeState.inputs``; ``num_candidates``, above 0 without logits: see ``sampler.drawn``. What
+        stands of a row are the drafts that were drawn and the first token that is no draft; draws beyond it saw a token
+        that is not there.
         """
         state, shape = self.state, self.state.shape
         newest, recent = state.num_tokens[slots] - 1, state.recent[slots]
@@ -50,11 +51,19 @@ class DecodeStep(nn.Module):
             ngram_windows=state.windows(line) if shape.ngram_order else None,
         )
         final = self._model.final(self._model.forward(inputs, None, None), inputs)
-        logits = self._model.logits(final, inputs.outputs)
-        drawn = sample(logits, state.sampling(slots), positions.flatten() + 1, self._ops).view(-1, shape.window)
-        count = accepted(drawn, line[:, shape.history :])
-        self._remember(slots, torch.cat((recent, drawn), 1), count, final)
-        return drawn, count, logits.view(*drawn.shape, -1)
+        tokens, logits = drawn(
+            self._model,
+            final,
+            inputs.outputs,
+            rows=state.sampling(slots),
+            positions=positions.flatten() + 1,
+            num_candidates=num_candidates,
+            ops=self._ops,
+        )
+        found = tokens.view(-1, shape.window)
+        count = accepted(found, line[:, shape.history :])
+        self._remember(slots, torch.cat((recent, found), 1), count, final)
+        return found, count, logits.view(*found.shape, logits.shape[-1])
 
     def _remember(self, slots: Tensor, line: Tensor, count: Tensor, final: Tensor) -> None:
         state, shape = self.state, self.state.shape

@@ -47,6 +47,7 @@ class Engine:
     ) -> None:
         self._queue_timeout_s = config.queue_timeout_s
         self._clock = clock
+        self._parallel = parallel
         self._scheduler = Scheduler(config, parallel, eos_token_ids=eos_token_ids, decode_plans=decode_plans)
         self.ready: Ready = ()  # what the ranks told at start
         self.prefixes = self._scheduler.room.prefixes
@@ -160,7 +161,9 @@ class Engine:
 
     async def accounting(self, *, transfers: int = 0, request_sockets: int = 0) -> dict[str, Any]:
         """``driver``, ``ranks``, ``mismatch``, ``idle``, ``outstanding`` of /debug/accounting, fresh within 2 s."""
-        return await accounting.account(self._loop, self._clock, transfers=transfers, request_sockets=request_sockets)
+        return await accounting.account(
+            self._loop, self._clock, parallel=self._parallel, transfers=transfers, request_sockets=request_sockets
+        )
 
     async def _wait_for_room(self, seq: Sequence) -> None:
         until = self._clock.now() + self._queue_timeout_s

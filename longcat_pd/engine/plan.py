@@ -108,6 +108,15 @@ class SlotOutput:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AxisCollectives:
+    """How many collectives a rank has entered along an axis, and a digest of their kinds in order."""
+
+    axis: str
+    count: int
+    digest: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankAccounts:
     """A rank's own count of what it holds, from the plans that it executed (/debug/accounting)."""
 
@@ -121,6 +130,7 @@ class RankAccounts:
     lanes_posted: int = 0
     lanes_unsent: int = 0
     compilations: int = 0  # since the rank began; a step that serves adds none
+    collectives: tuple[AxisCollectives, ...] = ()  # equal on all ranks of a process group after the same plan
 
     @property
     def blocks_free(self) -> int:

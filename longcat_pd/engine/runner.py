@@ -11,7 +11,16 @@ import torch
 from longcat_pd.config.schema import RankSpec
 from longcat_pd.engine.decoding import Decoder, slot_output
 from longcat_pd.engine.handover import Handover, packed, unpacked
-from longcat_pd.engine.plan import Admit, RankAccounts, RankReady, Segment, SlotOutput, StepOutput, StepPlan
+from longcat_pd.engine.plan import (
+    Admit,
+    AxisCollectives,
+    RankAccounts,
+    RankReady,
+    Segment,
+    SlotOutput,
+    StepOutput,
+    StepPlan,
+)
 from longcat_pd.engine.prompts import FirstToken, PromptStage
 from longcat_pd.engine.rank_model import RankModel, load_rank_model
 from longcat_pd.engine.slots import SlotState, Span
@@ -83,6 +92,10 @@ class ModelRunner:
             lanes_posted=lanes.posted,
             lanes_unsent=lanes.unsent,
             compilations=self._decoder.forms.num_compilations if self._decoder is not None else 0,
+            collectives=tuple(
+                AxisCollectives(axis=axis, count=traffic.num_collectives, digest=traffic.digest)
+                for axis, traffic in list(self._mesh.traffic.axes.items())
+            ),
         )
 
     def execute(self, plan: StepPlan) -> StepOutput:

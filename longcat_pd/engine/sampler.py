@@ -6,13 +6,17 @@ is keyed by (seed, choice, position) alone, the order of everything is by token 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from longcat_pd.engine.plan import SlotSampling
 from longcat_pd.kernels.ops import Ops
+from longcat_pd.models.batch import Rows
+from longcat_pd.models.causal_lm import CausalLM
+
+MAX_CANDIDATES = 64  # of each part of a split head; a larger ``top_k`` looks at all logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,44 @@ def sample(logits: torch.Tensor, rows: SamplingRows, positions: torch.Tensor, op
     """Ids [R] of a token for each row of ``logits`` [R, V] fp32; ``positions`` [R] are their places in their sequences."""
     uniform = ops.keyed_uniform(rows.seed, rows.choice, positions)
     return ops.draw(logits, temperature=rows.temperature, top_k=rows.top_k, top_p=rows.top_p, uniform=uniform)
+
+
+def candidates_wanted(rules: Iterable[SlotSampling]) -> int:
+    """Among how many of the best ids of a row its token is to be found, whichever of these rules it has; 0: among all.
+
+    One of the few numbers that a step is made for. Log-probs need the logits of all ids.
+    """
+    most = 1
+    for rule in rules:
+        if rule.num_logprobs is not None:
+            return 0
+        if rule.temperature > 0.0:
+            if not 0 < rule.top_k <= MAX_CANDIDATES:
+                return 0
+            most = MAX_CANDIDATES
+    return most
+
+
+def drawn(
+    model: CausalLM,
+    final: torch.Tensor,
+    at: Rows,
+    *,
+    rows: SamplingRows,
+    positions: torch.Tensor,
+    num_candidates: int,
+    ops: Ops,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [R] behind final hidden states [R, hidden], and their logits [R, V]; [R, 0] where only candidates are looked at.
+
+    ``num_candidates``: see ``candidates_wanted``. Where the head is split, only these travel.
+    """
+    if not num_candidates:
+        logits = model.logits(final, at)
+        return sample(logits, rows, positions, ops), logits
+    values, ids = model.candidates(final, at, num_candidates)
+    picked = sample(values, rows, positions, ops)
+    return ids.gather(1, picked.unsqueeze(1)).squeeze(1), values[:, :0]
 
 
 def logprobs(logits: torch.Tensor, token_ids: Sequence[int], num: int) -> list[Sampled]:
