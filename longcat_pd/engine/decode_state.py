@@ -1,4 +1,4 @@
-"""What a rank keeps of its decoding sequences between steps: device buffers of fixed shape, a row for each slot.
+"""What a rank keeps of its decoding sequences between steps: device buffers of fixed shape, a row for each own slot.
 
 The last row belongs to padding: rows of a batch that are nobody's read and write there, and their cache entries go to block
 0. Written by ``seat`` when a sequence takes its slot, and by the decode step itself; the host copies nothing in between.
@@ -20,6 +20,7 @@ from longcat_pd.models.batch import ForwardInputs, Rows
 from longcat_pd.parallel.layout import CacheShard
 
 _NO_TOKEN = -1  # before the start of a sequence
+_PADDING_TOKENS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,7 @@ class DecodeState(nn.Module):
             return nn.Buffer(torch.full((rows, *sizes), fill, dtype=dtype, device=device), persistent=False)
 
         self.recent = buffer(shape.history)  # the newest tokens, the newest last
-        self.num_tokens = buffer(fill=2)  # known tokens; the cache of the newest is not written
+        self.num_tokens = buffer(fill=_PADDING_TOKENS)  # known tokens; the cache of the newest is not written
         self.blocks = buffer(shape.num_columns)
         self.starts = buffer(shape.num_columns, fill=NOWHERE)
         self.final = buffer(shape.window, shape.hidden_size, dtype=dtype)  # hidden states that were not drafted from
@@ -104,12 +105,20 @@ class DecodeState(nn.Module):
         return self.shape.num_slots
 
     @property
+    def padding_length(self) -> int:
+        """Tokens that such a row sees at most, as ``lengths`` of ``inputs`` has it: two that never change, and drafts."""
+        return _PADDING_TOKENS + self.shape.num_drafts
+
+    @property
     def capacity(self) -> int:
         """Positions that the tables have room for."""
         return self.shape.num_columns * self.shape.block_size * self._stride
 
     def seat(self, slot: int, state: SlotState, final: Tensor | None) -> None:
-        """A sequence decodes from now on. ``final`` [1, hidden]: hidden state of the position before its newest token."""
+        """A sequence decodes from now on; ``slot`` counts those of this group.
+
+        ``final`` [1, hidden]: hidden state of the position before its newest token.
+        """
         numbers = state.held_by(self._shard.rank)[: self.shape.num_columns]
         held = len(numbers)
         self.blocks[slot].zero_()

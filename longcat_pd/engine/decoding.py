@@ -16,7 +16,7 @@ from longcat_pd.engine.graph import StepForms
 from longcat_pd.engine.plan import SlotOutput
 from longcat_pd.engine.rank_model import RankModel
 from longcat_pd.engine.sampler import Sampled, logprobs
-from longcat_pd.engine.slots import SlotState
+from longcat_pd.engine.slots import GroupSlots, SlotState
 from longcat_pd.engine.speculative import MakeDrafts
 from longcat_pd.parallel.mesh import Mesh
 
@@ -25,18 +25,22 @@ class Decoder:
     """Decode steps on one rank that has all layers.
 
     Args:
+        group: the slots of this rank's group.
         make_drafts: where drafts come from, if windows have any.
     """
 
-    def __init__(self, spec: RankSpec, mesh: Mesh, loaded: RankModel, make_drafts: MakeDrafts) -> None:
+    def __init__(
+        self, spec: RankSpec, mesh: Mesh, *, loaded: RankModel, group: GroupSlots, make_drafts: MakeDrafts
+    ) -> None:
         shape = DecodeShape.of(
             spec.instance.engine,
             mesh.cache_shard,
-            num_groups=mesh.layout.axis("dp").size,
+            num_groups=group.num_groups,
             group_size=mesh.axis("attn_tp").size,
             ngram_order=loaded.ngram_order,
             hidden_size=loaded.hidden_size,
         )
+        self._group = group
         self._num_drafts = shape.num_drafts
         self._state = DecodeState(shape, mesh.cache_shard, dtype=loaded.dtype, device=loaded.device)
         drafts = make_drafts(loaded.model, self._state) if shape.num_drafts else None
@@ -45,12 +49,12 @@ class Decoder:
 
     def seat(self, state: SlotState, final: torch.Tensor | None) -> None:
         """A sequence decodes from now on (see ``DecodeState.seat``)."""
-        self._state.seat(state.slot, state, final if self._num_drafts else None)
+        self._state.seat(self._group.row(state.slot), state, final if self._num_drafts else None)
 
-    def step(self, states: Sequence[SlotState]) -> tuple[SlotOutput, ...]:
-        """One step of these sequences, at least one; what stands of their windows."""
+    def step(self, states: Sequence[SlotState], num_seqs: int) -> tuple[SlotOutput, ...]:
+        """One step of these sequences; what stands of their windows. ``num_seqs``: what the fullest group has."""
         lengths = tuple(state.num_tokens + self._num_drafts for state in states)
-        drawn, counts, logits = self.forms.run([state.slot for state in states], lengths)
+        drawn, counts, logits = self.forms.run([self._group.row(state.slot) for state in states], lengths, num_seqs)
         outputs = []
         for row, (state, tokens, count) in enumerate(zip(states, drawn.tolist(), counts.tolist(), strict=True)):
             state.num_tokens += count

@@ -37,6 +37,7 @@ class StepForms:
     def __init__(self, step: DecodeStep, spec: RankSpec, facts: Mapping[str, str]) -> None:
         self._step = step
         self._padding = step.state.padding
+        self._padding_length = step.state.padding_length
         self._forms: dict[int, Form] = {}
         self.num_compilations = 0
         self._is_quiet = spec.rank > 0  # what one rank says, the others would repeat
@@ -52,14 +53,21 @@ class StepForms:
             name = f"{facts['model']}-{short_digest(shape)}-rank{spec.rank}"
             self._compile(engine, {**shape, "code": code_digest()}, name=name)
 
-    def run(self, slots: Sequence[int], lengths: tuple[int, ...]) -> Found:
-        """See ``DecodeStep.forward``; ``lengths`` bound what a step that is not compiled looks at."""
-        if not self._forms:
-            found: Found = self._step(self._tensor(slots), lengths)
-            return found
-        size = next(size for size in self._forms if size >= len(slots))
-        padded = [*slots, *[self._padding] * (size - len(slots))]
-        drawn, counts, logits = (found[: len(slots)] for found in self._forms[size](self._tensor(padded)))
+    def run(self, slots: Sequence[int], lengths: tuple[int, ...], num_seqs: int) -> Found:
+        """See ``DecodeStep.forward``; ``lengths`` bound what a step that is not compiled looks at.
+
+        ``num_seqs``: at least so many sequences (and one) are computed, with padding for those that are missing.
+        """
+        size = max(len(slots), num_seqs, 1)
+        if self._forms:
+            size = next(compiled for compiled in self._forms if compiled >= size)
+        missing = size - len(slots)
+        padded = self._tensor([*slots, *[self._padding] * missing])
+        if self._forms:
+            found = self._forms[size](padded)
+        else:
+            found = self._step(padded, (*lengths, *[self._padding_length] * missing))
+        drawn, counts, logits = (tensor[: len(slots)] for tensor in found)
         return drawn, counts, logits
 
     def _tensor(self, slots: Sequence[int]) -> Tensor:

@@ -4,10 +4,13 @@ Decides which blocks become findable and when, and who waits for a block that an
 used by the scheduler only. Knows no plans.
 
 A block is published only when all ranks have reported it, so nobody finds what is not there. It is never written again:
-a sequence shares whole blocks before its last prompt position, and all that it computes lies behind them.
+a sequence shares whole blocks before its last prompt position, and all that it computes lies behind them. Groups share
+nothing with each other.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence as Many
 
 from longcat_pd.config.schema import EngineConfig
 from longcat_pd.engine.sequence import Sequence, Stage
@@ -16,14 +19,15 @@ from longcat_pd.kv_cache.prefix import block_keys
 
 
 class Prefixes:
-    """The shared blocks of one instance. Without ``prefix_cache`` no sequence has a key, so nothing is ever found."""
+    """The shared blocks of one instance, by group. Without ``prefix_cache`` no sequence has a key, so nothing is found."""
 
-    def __init__(self, pool: GroupPool, config: EngineConfig) -> None:
-        self._pool = pool
+    def __init__(self, pools: Many[GroupPool], config: EngineConfig) -> None:
+        self._pools = tuple(pools)
         self._is_on = config.prefix_cache
         self._block_size = config.block_size
         self._window = 1 + config.num_draft_tokens
-        self._in_work: dict[bytes, Sequence] = {}  # of blocks that are not computed yet: by whom they will be
+        # of blocks that are not computed yet: by whom they will be; by group and key
+        self._in_work: dict[tuple[int, bytes], Sequence] = {}
 
     def name(self, seq: Sequence) -> None:
         """Keys for the full blocks of its prompt."""
@@ -41,13 +45,13 @@ class Prefixes:
         """
         assert seq.table is not None and not seq.is_admitted
         keys = self.shareable(seq)
-        seq.table = self._pool.share_more(seq.table, keys)
+        seq.table = self._pools[seq.group].share_more(seq.table, keys)
         num_shared = seq.table.num_shared
-        if num_shared < len(keys) and self._in_work.get(keys[num_shared], seq) is not seq:
+        if num_shared < len(keys) and self._in_work.get((seq.group, keys[num_shared]), seq) is not seq:
             return False
         self._leave_to_others(seq, keys[:num_shared])
         for key in seq.keys[num_shared:]:
-            self._in_work.setdefault(key, seq)
+            self._in_work.setdefault((seq.group, key), seq)
         seq.num_findable = num_shared
         seq.num_scheduled = seq.num_computed = num_shared * self._block_size
         seq.request.life.num_cached_tokens = seq.num_computed
@@ -72,7 +76,8 @@ class Prefixes:
 
     def flush(self) -> None:
         """Nothing that was computed so far is found any more."""
-        self._pool.forget_all()
+        for pool in self._pools:
+            pool.forget_all()
 
     def _extend_keys(self, seq: Sequence, token_ids: tuple[int, ...]) -> None:
         seq.keys = block_keys(token_ids, self._block_size, sees_next=self._window > 1, before=seq.keys)
@@ -80,12 +85,12 @@ class Prefixes:
     def _publish(self, seq: Sequence, end: int) -> None:
         assert seq.table is not None
         first, keys = seq.num_findable, seq.keys[seq.num_findable : end]
-        self._pool.publish(seq.table, first, keys)
+        self._pools[seq.group].publish(seq.table, first, keys)
         seq.num_findable += len(keys)
         self._leave_to_others(seq, keys)
 
     def _leave_to_others(self, seq: Sequence, keys: list[bytes]) -> None:
         """Nobody waits for it to compute these blocks (any more)."""
         for key in keys:
-            if self._in_work.get(key) is seq:
-                del self._in_work[key]
+            if self._in_work.get((seq.group, key)) is seq:
+                del self._in_work[seq.group, key]

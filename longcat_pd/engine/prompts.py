@@ -13,7 +13,7 @@ import torch
 from longcat_pd.engine.inputs import InputsBuilder
 from longcat_pd.engine.rank_model import RankModel
 from longcat_pd.engine.sampler import SamplingRows, sample
-from longcat_pd.engine.slots import SlotState, Span
+from longcat_pd.engine.slots import Load, SlotState, Span
 from longcat_pd.models.batch import Rows
 from longcat_pd.parallel.collectives import PendingSend
 from longcat_pd.parallel.mesh import Mesh
@@ -42,12 +42,16 @@ class PromptStage:
             loaded.device,
             has_draft=loaded.has_draft,
             group_size=mesh.axis("attn_tp").size,
+            is_split=mesh.axis("attn_tp").size > 1 and mesh.layout.axis("dp").size > 1,
         )
         self._sending: PendingSend | None = None
 
-    def compute(self, spans: Sequence[Span], on_layer: Callable[[int], None] | None) -> list[FirstToken]:
-        """One step of these rows, at least one; the tokens behind prompts that end, on the last stage."""
-        inputs, pp = self._inputs.build(spans), self._mesh.axis("pp")
+    def compute(self, spans: Sequence[Span], load: Load, on_layer: Callable[[int], None] | None) -> list[FirstToken]:
+        """One step of these rows of this group; the tokens behind prompts that end, on the last stage.
+
+        All groups take part, also with what they have no rows for: ``load`` says what the others have.
+        """
+        inputs, pp = self._inputs.build(spans, load), self._mesh.axis("pp")
         hidden = self._received(len(inputs.token_ids)) if pp.rank else None
         hidden = self._loaded.model.forward(inputs, hidden, on_layer)
         for span in spans:
@@ -55,8 +59,10 @@ class PromptStage:
         if pp.rank < pp.size - 1:
             self._pass_on(hidden)
             return []
-        wanting = [span.state for span in spans if span.wants_token]
-        return self._drawn(self._loaded.model.final(hidden, inputs), inputs.outputs, wanting) if wanting else []
+        if not any(load.outputs):
+            return []
+        final = self._loaded.model.final(hidden, inputs)
+        return self._drawn(final, inputs.outputs, [span.state for span in spans if span.wants_token])
 
     def close(self) -> None:
         """Lets the last message to the next stage leave."""
@@ -66,12 +72,14 @@ class PromptStage:
     def _drawn(self, final: torch.Tensor, rows: Rows, states: Sequence[SlotState]) -> list[FirstToken]:
         logits = self._loaded.model.logits(final, rows)
         rules = SamplingRows.of([state.sampling for state in states], logits.device)
-        places = torch.tensor([state.num_tokens for state in states], device=logits.device)
+        places = torch.tensor([state.num_tokens for state in states], dtype=torch.int64, device=logits.device)
         tokens: list[int] = sample(logits, rules, places, self._loaded.ops).tolist()
         for state, token in zip(states, tokens, strict=True):
             state.append(token)
-        found = zip(states, tokens, torch.split(logits, 1), torch.split(final, 1), strict=True)
-        return [FirstToken(state, token, row, hidden) for state, token, row, hidden in found]
+        return [
+            FirstToken(state, token, logits[row : row + 1], final[row : row + 1])
+            for row, (state, token) in enumerate(zip(states, tokens, strict=True))
+        ]
 
     def _received(self, num_rows: int) -> torch.Tensor:
         pp = self._mesh.axis("pp")

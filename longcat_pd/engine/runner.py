@@ -1,4 +1,8 @@
-"""ModelRunner: executes plans on one rank. Knows slots and the pipeline's neighbours; no requests, queues or peers."""
+"""ModelRunner: executes plans on one rank. Knows slots and the pipeline's neighbours; no requests, queues or peers.
+
+Every rank is given the plans of the whole instance: it has the sequences of its own group, and computes in every step, in
+the shape that the steps of all groups have together.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from longcat_pd.engine.plan import (
 )
 from longcat_pd.engine.prompts import FirstToken, PromptStage
 from longcat_pd.engine.rank_model import RankModel, load_rank_model
-from longcat_pd.engine.slots import SlotState, Span
+from longcat_pd.engine.slots import GroupSlots, SlotState, Span
 from longcat_pd.engine.speculative import MakeDrafts, ModelDrafts
 from longcat_pd.kv_transfer.sides import ArrivalSide, PushSide
 from longcat_pd.parallel.mesh import Mesh
@@ -55,10 +59,15 @@ class ModelRunner:
         self._loaded = loaded or load_rank_model(spec, mesh)
         self.cache = self._loaded.cache
         self._handover = Handover(push, arrival)
+        num_groups = mesh.layout.axis("dp").size
+        num_slots = spec.instance.engine.max_num_seqs // num_groups
+        self._group = GroupSlots(num_slots, num_groups, mesh.coordinate("dp"))
         self._prompts = PromptStage(self._loaded, mesh)
         # a rank that has some of the layers, or sees other ranks' rows, computes prompts only
         can_decode = mesh.axis("pp").size == 1 and mesh.cache_shard.access != "gathered"
-        self._decoder = Decoder(spec, mesh, self._loaded, make_drafts) if can_decode else None
+        self._decoder = (
+            Decoder(spec, mesh, loaded=self._loaded, group=self._group, make_drafts=make_drafts) if can_decode else None
+        )
         self._slots: dict[int, SlotState] = {}
         self._live: Counter[int] = Counter()  # blocks of slots, by how many slots have them
         self._last_step = 0
@@ -87,7 +96,7 @@ class ModelRunner:
             blocks_reserved=lanes.reserved_blocks,
             blocks_live=len(self._live),
             blocks_quarantined=sum(block not in self._live for block in lanes.quarantined),
-            slots_total=self._spec.instance.engine.max_num_seqs // self._mesh.layout.axis("dp").size,
+            slots_total=self._group.num_slots,
             slots_used=len(self._slots),
             lanes_posted=lanes.posted,
             lanes_unsent=lanes.unsent,
@@ -102,11 +111,12 @@ class ModelRunner:
         """Retire, drop and cancel, announce, admit, compute. What is wrong with a plan or a step is an exception."""
         assert plan.step_id == self._last_step + 1, f"plan {plan.step_id} after plan {self._last_step}"
         self._last_step = plan.step_id
-        for slot in plan.retire:
+        for slot in filter(self._group.is_own, plan.retire):
             self._retire(self._slots.pop(slot))
         self._handover.apply(plan)
         for admit in plan.admit:
-            self._admit(admit)
+            if self._group.is_own(admit.slot):
+                self._admit(admit)
         with torch.inference_mode():
             outputs = self._compute(plan.segments)
         return StepOutput(
@@ -123,7 +133,7 @@ class ModelRunner:
 
     def _admit(self, admit: Admit) -> None:
         assert admit.slot not in self._slots, f"slot {admit.slot} is taken"
-        assert admit.group == self._mesh.coordinate("dp"), f"slot {admit.slot} is of group {admit.group}"
+        assert admit.group == self._group.own, f"slot {admit.slot} is not one of group {admit.group}"
         state = SlotState(admit, self._mesh.cache_shard.num_ranks, self.cache.block_size)
         if admit.num_computed >= admit.prompt_len:
             like = torch.empty(0, dtype=self._loaded.dtype, device=self._loaded.device)
@@ -146,14 +156,20 @@ class ModelRunner:
 
     def _compute(self, segments: Sequence[Segment]) -> tuple[SlotOutput, ...]:
         """One step. A prompt's segment says where it is; where a decoding sequence is, the device knows."""
-        spans = [Span.of(s, self._slots[s.slot]) for s in segments if s.start >= 0]
-        windows = [self._slots[s.slot] for s in segments if s.start < 0]
-        firsts = self._prompts.compute(spans, self._handover.layer_hook(spans)) if spans else []
-        outputs = tuple(self._started(first) for first in firsts)
-        if windows:
-            assert self._decoder is not None, "a decode segment at a rank that computes prompts only"
-            outputs += self._decoder.step(windows)
-        return outputs
+        prompts = [segment for segment in segments if segment.start >= 0]
+        windows = [segment for segment in segments if segment.start < 0]
+        outputs = self._prefill(prompts) if prompts else ()
+        return outputs + self._decode(windows) if windows else outputs
+
+    def _prefill(self, segments: Sequence[Segment]) -> tuple[SlotOutput, ...]:
+        spans = [Span.of(s, self._slots[s.slot]) for s in segments if self._group.is_own(s.slot)]
+        firsts = self._prompts.compute(spans, self._group.load(segments), self._handover.layer_hook(spans))
+        return tuple(self._started(first) for first in firsts)
+
+    def _decode(self, segments: Sequence[Segment]) -> tuple[SlotOutput, ...]:
+        assert self._decoder is not None, "a decode segment at a rank that computes prompts only"
+        states = [self._slots[s.slot] for s in segments if self._group.is_own(s.slot)]
+        return self._decoder.step(states, self._group.most_seqs(segments))
 
     def _started(self, first: FirstToken) -> SlotOutput:
         """A prompt is computed: its sequence decodes here, or where its cache goes."""

@@ -1,9 +1,9 @@
 """What runs next, and what outputs mean for sequences. Pure: no event loop, no clock of its own, no rank.
 
-One rule makes plans: prompts first, as chunks within the token budget, one plan in flight for each pipeline stage; else one
-step for all that decode; and one more of each, so that ranks find the next one when they end a step. What a step brings for
-a sequence that an earlier one has ended is discarded; plans are executed in order, so its slot and blocks come back with
-a plan behind that step.
+One rule makes plans: prompts first, as chunks within the token budget of each group, one plan in flight for each pipeline
+stage; else one step for all that decode; and one more of each, so that ranks find the next one when they end a step. What
+a step brings for a sequence that an earlier one has ended is discarded; plans are executed in order, so its slot and blocks
+come back with a plan behind that step.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
+from longcat_pd.config.checks import num_shards
 from longcat_pd.config.schema import EngineConfig, ParallelConfig
 from longcat_pd.engine.plan import Admit, Phase, Segment, SlotOutput, SlotSampling, StepOutput, StepPlan
 from longcat_pd.engine.request import Event, SamplingParams, TokenOutput
@@ -59,9 +60,13 @@ class Scheduler:
         decode_plans: int = DECODE_PLANS,
     ) -> None:
         assert config.max_num_batched_tokens >= config.block_size, "a chunk holds at least one block"
-        # one of the two sizes is 1: a prefill instance spreads blocks over CP, a decode group over KVP
-        num_shards = parallel.cp_size * parallel.kvp_size
-        self.room = Room(config, num_shards=num_shards, num_ranks=parallel.world_size)
+        self.room = Room(
+            config,
+            num_shards=num_shards(parallel),
+            num_ranks=parallel.world_size,
+            num_groups=parallel.dp_size,
+        )
+        self._num_groups = parallel.dp_size
         self._config = config
         self._prefill_plans = parallel.pp_size + 1  # one for each stage, and the next
         self._decode_plans = decode_plans
@@ -184,10 +189,11 @@ class Scheduler:
         ]
 
     def _chunks(self) -> list[Segment]:
-        budget = self._config.max_num_batched_tokens
+        budgets = [self._config.max_num_batched_tokens] * self._num_groups
         segments = []
         for seq in self._prefilling.values():
-            if not seq.is_admitted and not self.room.prefixes.begin(seq):
+            budget = budgets[seq.group]
+            if not budget or (not seq.is_admitted and not self.room.prefixes.begin(seq)):
                 continue
             start, end = seq.num_scheduled, min(seq.num_scheduled + budget, seq.num_prompt_tokens)
             is_last = end == seq.num_prompt_tokens
@@ -196,7 +202,8 @@ class Scheduler:
             if end > start:
                 segments.append(Segment(slot=seq.slot, start=start, num_tokens=end - start, is_last=is_last))
                 budget -= end - start
-            if not is_last or not budget:
+            budgets[seq.group] = budget if is_last else 0  # who has to wait is not overtaken in its group
+            if not any(budgets):
                 break
         return segments
 

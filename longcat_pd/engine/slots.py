@@ -1,10 +1,12 @@
-"""What a rank remembers of the sequences in its slots: ids, lengths, blocks. Written by the runner only.
+"""What a rank remembers of the sequences in its slots: ids, lengths, blocks; and which slots are its own. Written by the
+runner only.
 
 Lengths, not contents, decide what is valid: a token table may hold anything beyond ``num_tokens``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +18,57 @@ from longcat_pd.kv_cache.layout import BlockSplit
 from longcat_pd.kv_transfer.messages import Push
 
 Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What all ranks compute in one step: by group, how many rows, and how many of these want a token."""
+
+    rows: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSlots:
+    """The slots of an instance: ``num_slots`` for each group, numbered group after group. ``own``: this rank's group.
+
+    Plans speak of the slots of all groups; a rank has sequences in its own, and counts those of the others.
+    """
+
+    num_slots: int
+    num_groups: int = 1
+    own: int = 0
+
+    def is_own(self, slot: int) -> bool:
+        """Whether this rank's group has the slot."""
+        return self._group_of(slot) == self.own
+
+    def row(self, slot: int) -> int:
+        """The place of an own slot in its group."""
+        assert self.is_own(slot), f"slot {slot} is not of group {self.own}"
+        return slot - self.own * self.num_slots
+
+    def load(self, segments: Sequence[Segment]) -> Load:
+        """What these segments ask of each group."""
+        return Load(
+            rows=self._by_group((segment.slot, segment.num_tokens) for segment in segments),
+            outputs=self._by_group((segment.slot, int(segment.is_last)) for segment in segments),
+        )
+
+    def most_seqs(self, segments: Sequence[Segment]) -> int:
+        """Segments of the group that has most of them."""
+        return max(self._by_group((segment.slot, 1) for segment in segments))
+
+    def _group_of(self, slot: int) -> int:
+        group = slot // self.num_slots
+        assert 0 <= group < self.num_groups, f"slot {slot} is not one of {self.num_groups} groups of {self.num_slots}"
+        return group
+
+    def _by_group(self, counts: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+        total = [0] * self.num_groups
+        for slot, count in counts:
+            total[self._group_of(slot)] += count
+        return tuple(total)
 
 
 class SlotState:

@@ -159,6 +159,13 @@ class GroupPool:
         """Whether an empty group has room for a sequence of so many blocks."""
         return all(len(split.blocks_of(r, num_blocks)) <= shard.num_usable for r, shard in enumerate(self.shards))
 
+    def room_beside(self, split: BlockSplit, num_blocks: int, keys: Sequence[bytes] = ()) -> int | None:
+        """Blocks of all shards that ``allocate`` would leave, what it finds not counted as taken; None: it has no room."""
+        found = self._found(split, keys)
+        if not self._has_room(split, num_blocks, found):
+            return None
+        return sum(shard.num_available for shard in self.shards) - (num_blocks - len(found))
+
     def allocate(
         self, split: BlockSplit, num_blocks: int, state: BlockState = BlockState.LIVE, keys: Sequence[bytes] = ()
     ) -> BlockTable | None:

@@ -96,7 +96,10 @@ class ArrivalLanes:
         self._thread.start()
 
     def announce(self, arrival: Arrival) -> None:
-        """These blocks will be filled."""
+        """These blocks will be filled; those of another group by others."""
+        if arrival.group != self.me.rank // self._kvp_size:
+            self._close_foreign(arrival)
+            return
         block_size = self._cache.block_size
         source = BlockSplit(arrival.source_cp_size, block_size, arrival.source_split_start)
         target = BlockSplit(self._kvp_size, block_size, arrival.split_start)
@@ -107,7 +110,7 @@ class ArrivalLanes:
             key=transfer_key(arrival.transfer_id, arrival.generation),
             plan=plan,
             local_blocks=list(unpack(arrival.blocks)),
-            missing={rank: self._num_items(plan, rank) for rank in self._sources(plan, arrival.group)},
+            missing={rank: self._num_items(plan, rank) for rank in plan.sources_of(self.me.rank)},
         )
         with self.changed:
             self._by_id[arrival.transfer_id] = self._by_key[incoming.key] = incoming
@@ -248,8 +251,11 @@ class ArrivalLanes:
                 old.close()
             lane.thread.start()
 
-    def _sources(self, plan: TransferPlan, group: int) -> tuple[int, ...]:
-        return plan.sources_of(self.me.rank) if group == self.me.rank // self._kvp_size else ()
+    def _close_foreign(self, arrival: Arrival) -> None:
+        """The rank has no part in it: nothing comes for it here, and nothing is kept of it."""
+        with self.changed:
+            self._forget(transfer_key(arrival.transfer_id, arrival.generation))
+        self._report(TransferClosed(transfer_id=arrival.transfer_id, rank=self.me.rank, ok=True))
 
     def _num_items(self, plan: TransferPlan, source: int) -> int:
         num_entries = sum(len(self._cache.spec.entries_of_layer(layer)) for layer in plan.layers_of(source))
@@ -257,8 +263,6 @@ class ArrivalLanes:
 
     def _num_reserved(self, incoming: _Incoming) -> int:
         arrival = incoming.arrival
-        if arrival.group != self.me.rank // self._kvp_size:
-            return 0
         numbers = incoming.plan.target_split.blocks_of(self.me.rank % self._kvp_size, len(incoming.local_blocks))
         return sum(number >= arrival.first_block for number in numbers)
 

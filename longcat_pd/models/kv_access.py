@@ -149,7 +149,8 @@ class PartitionedKV:
         latent, rope = self._cache.tensor(f"latent.{attention}"), self._cache.tensor(f"rope.{attention}")
         all_heads = self._group.all_gather(q, dim=1)
         out, lse = self._visible.attend(all_heads, keys, latent=latent, rope=rope, inputs=inputs)
-        by_owner = torch.cat((out, lse.unsqueeze(-1)), -1).view(len(q), self._group.size, q.shape[1], -1).transpose(0, 1)
+        shape = (len(q), self._group.size, q.shape[1], out.shape[-1] + 1)
+        by_owner = torch.cat((out, lse.unsqueeze(-1)), -1).view(shape).transpose(0, 1)
         parts = self._group.all_to_all(by_owner)
         return self._ops.merge_partials(parts[..., :-1], parts[..., -1])
 
@@ -181,7 +182,7 @@ class _VisibleKeys:
 
     def needs_selection(self, inputs: ForwardInputs) -> bool:
         """Whether some row may see more keys than may be picked. The same on all ranks, because lengths are."""
-        return self._indexer is not None and max(inputs.kv_lens) > self._indexer.index_topk
+        return self._indexer is not None and max(inputs.kv_lens, default=0) > self._indexer.index_topk
 
     def select(self, index_q: Tensor, weights: Tensor, *, index: Tensor, inputs: ForwardInputs) -> Tensor:
         """The picked keys [T, topk] where every key is visible; keys and positions are the same numbers then."""

@@ -29,7 +29,7 @@ class Step:
     """Says the numbers of its slots."""
 
     def __init__(self) -> None:
-        self.state = SimpleNamespace(padding=SLOTS, shape=SHAPE, num_tokens=torch.zeros(SLOTS + 1))
+        self.state = SimpleNamespace(padding=SLOTS, padding_length=5, shape=SHAPE, num_tokens=torch.zeros(SLOTS + 1))
         self.calls: list[tuple[list[int], tuple[int, ...]]] = []
 
     def __call__(self, slots: Tensor, lengths: tuple[int, ...]) -> Found:
@@ -77,7 +77,7 @@ Make = Callable[..., tuple[StepForms, Step]]
 def test_eager_mode_takes_every_batch_as_it_is(make: Make) -> None:
     compiler = Compiler()
     forms, step = make(compiler)
-    drawn, counts, logits = forms.run([3, 1, 2], (9, 8, 7))
+    drawn, counts, logits = forms.run([3, 1, 2], (9, 8, 7), 3)
     assert step.calls == [([3, 1, 2], (9, 8, 7))]
     assert counts.tolist() == [3, 1, 2] and drawn.shape == (3, WINDOW) and logits.shape == (3, WINDOW, VOCAB)
     assert compiler.asked == [] and forms.num_compilations == 0
@@ -89,7 +89,7 @@ def test_eager_mode_takes_every_batch_as_it_is(make: Make) -> None:
 def test_a_batch_is_padded_to_the_next_size_and_the_padding_cut_off(make: Make, count: int, size: int) -> None:
     forms, step = make(Compiler(), 1, 4, SLOTS)
     slots = list(range(count))[::-1]
-    drawn, counts, logits = forms.run(slots, (9,) * count)
+    drawn, counts, logits = forms.run(slots, (9,) * count, count)
     ((asked, lengths),) = step.calls
     assert asked == slots + [SLOTS] * (size - count) and lengths == ()
     assert counts.tolist() == slots
@@ -102,7 +102,7 @@ def test_all_sizes_are_compiled_before_the_first_step_and_none_later(make: Make)
     forms, _ = make(compiler, SLOTS, 1, 4)
     assert [size for size, _ in compiler.asked] == [1, 4, SLOTS] and forms.num_compilations == 3
     for count in (1, 7, 2, SLOTS, 3):
-        forms.run(list(range(count)), ())
+        forms.run(list(range(count)), (), count)
     assert len(compiler.asked) == 3 and forms.num_compilations == 3
 
 
