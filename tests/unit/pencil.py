@@ -1,7 +1,7 @@
 """A pencil-and-paper executor: the next token is the last one plus one, and every plan is checked against what ranks know.
 
-It keeps the ranks' own books (slots, blocks of each shard, open pushes, announced arrivals), so a plan that gives a block
-to two sequences, skips a position or retires a stranger fails the test that made it. It remembers for every place of the
+It keeps the ranks' own books (slots, blocks of each shard of each group, open pushes, announced arrivals), so a plan that
+gives a block to two sequences, a slot of one group to a sequence of another, skips a position or retires a stranger fails the test that made it. It remembers for every place of the
 cache which tokens the entry there was computed from, so a plan that lets a sequence share anything but its own prefix,
 or write where another one reads, fails too.
 """
@@ -21,23 +21,25 @@ from longcat_pd.kv_cache.layout import BlockSplit
 from longcat_pd.kv_transfer.messages import Arrival, TransferClosed
 from longcat_pd.wire import unpack
 
+Place = tuple[int, int, int]  # group, shard, block
+
 
 @dataclass
 class _Slot:
     tokens: list[int]
     prompt_len: int
     num_computed: int
-    blocks: list[tuple[int, int]]  # shard, block
+    blocks: list[Place]
     push: str | None
 
 
 @dataclass
 class _Arrival:
-    blocks: list[tuple[int, int]]
+    blocks: list[Place]
     first_block: int
 
     @property
-    def reserved(self) -> set[tuple[int, int]]:
+    def reserved(self) -> set[Place]:
         return set(self.blocks[self.first_block :])
 
 
@@ -51,8 +53,8 @@ class Pencil:
     plans: list[StepPlan] = field(default_factory=list)
     slots: dict[int, _Slot] = field(default_factory=dict)
     arrivals: dict[str, _Arrival] = field(default_factory=dict)
-    written: dict[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)  # shard, block, offset: the tokens
-    pushes: dict[str, set[tuple[int, int]]] = field(default_factory=dict)  # open ones, and what they read
+    written: dict[tuple[Place, int], tuple[int, ...]] = field(default_factory=dict)  # by block and offset: the tokens
+    pushes: dict[str, set[Place]] = field(default_factory=dict)  # open ones, and what they read
     waiting: deque[tuple[StepPlan, asyncio.Future[tuple[StepOutput, ...]]]] = field(default_factory=deque)
     silent: set[int] = field(default_factory=set)
     miscount: dict[int, int] = field(default_factory=dict)  # by rank: live blocks that it reports wrongly
@@ -108,7 +110,7 @@ class Pencil:
                 StepOutput(
                     step_id=plan.step_id,
                     rank=r,
-                    slots=slots if r == 0 else (),
+                    slots=tuple(s for s in slots if r == self._first_rank(s.slot)),
                     accounts=self.accounts(r),
                     waited_ms=waited_ms,
                     compute_ms=compute_ms,
@@ -140,11 +142,23 @@ class Pencil:
     def num_shards(self) -> int:
         return self.parallel.cp_size * self.parallel.kvp_size
 
-    def accounts(self, rank: int) -> RankAccounts:
-        shard = rank % self.num_shards
+    @property
+    def slots_each(self) -> int:
+        return self.config.max_num_seqs // self.parallel.dp_size
 
-        def count(blocks: set[tuple[int, int]]) -> int:
-            return sum(s == shard for s, _ in blocks)
+    @property
+    def ranks_each(self) -> int:
+        return self.parallel.world_size // self.parallel.dp_size
+
+    def _first_rank(self, slot: int) -> int:
+        """Who reports of this slot."""
+        return slot // self.slots_each * self.ranks_each
+
+    def accounts(self, rank: int) -> RankAccounts:
+        group, shard = rank // self.ranks_each, rank % self.num_shards
+
+        def count(blocks: set[Place]) -> int:
+            return sum(place[:2] == (group, shard) for place in blocks)
 
         live = {block for s in self.slots.values() for block in s.blocks}
         pushing = {s.push for s in self.slots.values()}
@@ -155,8 +169,8 @@ class Pencil:
             blocks_live=count(live) + self.miscount.get(rank, 0),
             blocks_reserved=sum(count(a.reserved) for a in self.arrivals.values()),
             blocks_quarantined=count(late - live),
-            slots_total=self.config.max_num_seqs,
-            slots_used=len(self.slots),
+            slots_total=self.slots_each,
+            slots_used=sum(slot // self.slots_each == group for slot in self.slots),
         )
 
     # -- the ranks
@@ -174,35 +188,35 @@ class Pencil:
         outputs = [self._compute(plan, s) for s in plan.segments]
         return tuple(o for o in outputs if o is not None)
 
-    def _held(self, blocks: bytes, split_start: int) -> list[tuple[int, int]]:
+    def _held(self, group: int, blocks: bytes, split_start: int) -> list[Place]:
         split = BlockSplit(self.num_shards, self.config.block_size, split_start)
         ids = unpack(blocks)
-        held = [(split.rank_of(number), block) for number, block in enumerate(ids)]
+        held = [(group, split.rank_of(number), block) for number, block in enumerate(ids)]
         assert len(set(held)) == len(ids), "a block twice in one sequence"
-        assert all(0 < block < self.config.num_blocks for _, block in held)
+        assert all(0 < block < self.config.num_blocks for _, _, block in held)
         return held
 
-    def _check_free(self, blocks: set[tuple[int, int]]) -> None:
+    def _check_free(self, blocks: set[Place]) -> None:
         arriving = (a.blocks for a in self.arrivals.values())
         for other in [*(s.blocks for s in self.slots.values()), *arriving, *self.pushes.values()]:
             assert not blocks & set(other), f"blocks {blocks & set(other)} belong to another sequence"
 
     def _announce(self, arrival: Arrival) -> None:
-        blocks = self._held(arrival.blocks, arrival.split_start)
+        blocks = self._held(arrival.group, arrival.blocks, arrival.split_start)
         assert 0 <= arrival.first_block <= (arrival.prompt_len - 1) // self.config.block_size
         self._check_free(set(blocks[arrival.first_block :]))
         self.arrivals[arrival.transfer_id] = _Arrival(blocks, arrival.first_block)
 
-    def _check_shared(self, blocks: list[tuple[int, int]], tokens: list[int]) -> None:
+    def _check_shared(self, blocks: list[Place], tokens: list[int]) -> None:
         size = self.config.block_size
         for position in range(len(blocks) * size):
-            place = (*blocks[position // size], position % size)
+            place = (blocks[position // size], position % size)
             assert self.written.get(place) == tuple(tokens[: position + 1]), f"shares what was not computed at {position}"
 
-    def _write(self, blocks: list[tuple[int, int]], tokens: list[int], positions: range) -> None:
+    def _write(self, blocks: list[Place], tokens: list[int], positions: range) -> None:
         for position in positions:
             number, offset = divmod(position, self.config.block_size)
-            self.written[(*blocks[number], offset)] = tuple(tokens[: position + 1])
+            self.written[blocks[number], offset] = tuple(tokens[: position + 1])
 
     def _fill(self, arrival: _Arrival, prompt: list[int]) -> None:
         self._write(arrival.blocks, prompt, range(arrival.first_block * self.config.block_size, len(prompt)))
@@ -217,7 +231,8 @@ class Pencil:
 
     def _admit(self, admit: Admit) -> None:
         assert admit.slot not in self.slots and 0 <= admit.slot < self.config.max_num_seqs
-        blocks, tokens = self._held(admit.blocks, admit.split_start), list(unpack(admit.token_ids))
+        assert admit.slot // self.slots_each == admit.group, "a slot of another group"
+        blocks, tokens = self._held(admit.group, admit.blocks, admit.split_start), list(unpack(admit.token_ids))
         if admit.arrival is not None:
             arrival = self.arrivals.pop(admit.arrival)
             num_shared = arrival.first_block

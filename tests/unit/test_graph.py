@@ -97,6 +97,21 @@ def test_a_batch_is_padded_to_the_next_size_and_the_padding_cut_off(make: Make, 
     assert logits[:, 0, 0].tolist() == [float(slot) for slot in slots]
 
 
+def test_a_group_with_fewer_takes_part_in_the_size_of_the_fullest(make: Make) -> None:
+    forms, step = make(Compiler(), 1, 4, SLOTS)
+    drawn, counts, logits = forms.run([2], (9,), 3)
+    assert step.calls == [([2, *[SLOTS] * 3], ())] and counts.tolist() == [2]
+    drawn, counts, logits = forms.run([], (), SLOTS - 1)
+    assert step.calls[1:] == [([SLOTS] * SLOTS, ())]
+    assert (len(drawn), len(counts), len(logits)) == (0, 0, 0)
+    forms, step = make(Compiler())
+    drawn, counts, logits = forms.run([2], (9,), 3)
+    assert step.calls == [([2, SLOTS, SLOTS], (9, 5, 5))] and counts.tolist() == [2] and len(drawn) == len(logits) == 1
+    drawn, counts, logits = forms.run([], (), 2)
+    assert step.calls[1:] == [([SLOTS, SLOTS], (5, 5))]
+    assert (len(drawn), len(counts), len(logits)) == (0, 0, 0)
+
+
 def test_all_sizes_are_compiled_before_the_first_step_and_none_later(make: Make) -> None:
     compiler = Compiler()
     forms, _ = make(compiler, SLOTS, 1, 4)

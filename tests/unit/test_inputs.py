@@ -6,9 +6,9 @@ import torch
 
 from longcat_pd.engine.inputs import InputsBuilder
 from longcat_pd.engine.plan import Segment
-from longcat_pd.engine.slots import SlotState, Span
+from longcat_pd.engine.slots import GroupSlots, Load, SlotState, Span
 from longcat_pd.kv_cache.block_pool import GroupPool
-from longcat_pd.models.batch import ForwardInputs
+from longcat_pd.models.batch import ForwardInputs, Rows
 from longcat_pd.parallel.layout import CacheShard, KVAccess
 from tests.slots import admit
 
@@ -162,6 +162,51 @@ def test_a_rank_without_rows_still_contributes() -> None:
     assert sorted(len(inputs.token_ids) for inputs in batches) == [0, 3]
     assert all(inputs.gather_blocks is not None and inputs.gather_blocks.shape == (1,) for inputs in batches)
     assert all(len(inputs.cu_seqlens_q) == 2 for inputs in batches)
+
+
+@pytest.mark.parametrize(("access", "num_ranks"), [("local", 1), ("partitioned", 2)])
+def test_a_group_without_rows_has_an_empty_batch(access: KVAccess, num_ranks: int) -> None:
+    builder = InputsBuilder(CacheShard(access, num_ranks, 0), BLOCK, 3, CPU, has_draft=True, group_size=2)
+    inputs = builder.build([], Load(rows=(5, 0), outputs=(1, 0)))
+    for tensor in (inputs.token_ids, inputs.positions, inputs.row_seqs, inputs.slot_mapping, inputs.next_token_ids):
+        assert tensor is not None and tensor.shape == (0,) and tensor.dtype == torch.int64
+    assert inputs.ngram_windows is not None and inputs.ngram_windows.shape == (0, 3)
+    assert inputs.output_rows is not None and inputs.output_rows.shape == (0,)
+    assert inputs.block_tables.shape == inputs.block_starts.shape == (0, 1)
+    assert (inputs.cu_seqlens_q, inputs.kv_lens, inputs.gather_blocks) == ((0,), (), None)
+    assert (inputs.rows, inputs.outputs) == (Rows(0, 3), Rows(0, 1))
+
+
+def test_a_rank_hands_in_what_the_fullest_group_needs() -> None:
+    group = Group("local", 1)
+    group.admit(4, prompt(9))
+    segments = [
+        Segment(slot=0, start=0, num_tokens=12, is_last=False),
+        Segment(slot=4, start=0, num_tokens=9, is_last=True),
+        Segment(slot=3, start=4, num_tokens=5, is_last=False),
+    ]
+    slots = GroupSlots(num_slots=4, num_groups=2, own=1)
+    spans = [Span.of(s, group.slots[0][s.slot]) for s in segments if slots.is_own(s.slot)]
+    load = slots.load(segments)
+    assert load == Load(rows=(17, 9), outputs=(0, 1))
+    builder = InputsBuilder(CacheShard("local", 1, 0), BLOCK, 0, CPU, group_size=4, is_split=True)
+    inputs = builder.build(spans, load)
+    assert (inputs.rows, inputs.outputs) == (Rows(9, 5, is_split=True), Rows(1, 1))
+    alone = builder.build(spans)
+    assert (alone.rows, alone.outputs) == (Rows(9, 3, is_split=True), Rows(1, 1))
+
+
+def test_slots_are_numbered_group_after_group() -> None:
+    slots = GroupSlots(num_slots=4, num_groups=3, own=1)
+    assert [slot for slot in range(12) if slots.is_own(slot)] == [4, 5, 6, 7]
+    assert [slots.row(slot) for slot in range(4, 8)] == [0, 1, 2, 3]
+    windows = [Segment(slot=slot, start=-1, num_tokens=1, is_last=True) for slot in (0, 4, 8, 9, 11)]
+    assert slots.most_seqs(windows) == 3
+    for wrong in (3, 8):
+        with pytest.raises(AssertionError, match=f"slot {wrong} is not of group 1"):
+            slots.row(wrong)
+    with pytest.raises(AssertionError, match="slot 12"):
+        slots.is_own(12)
 
 
 @pytest.mark.parametrize(("start", "num_tokens", "is_last"), [(4, 4, False), (0, 9, True), (0, 8, False), (0, 4, True)])

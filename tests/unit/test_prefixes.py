@@ -315,7 +315,16 @@ async def _watch(r: Rig) -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(pp_size=2, cp_size=2), ParallelConfig(kvp_size=3)])
+CROWDED = {
+    "alone": ParallelConfig(),
+    "prefill": ParallelConfig(pp_size=2, cp_size=2),
+    "kvp": ParallelConfig(kvp_size=3),
+    "groups": ParallelConfig(dp_size=2, kvp_size=2, attn_tp_size=2),
+    "whole": ParallelConfig(dp_size=3, attn_tp_size=2),
+}
+
+
+@pytest.mark.parametrize("parallel", CROWDED.values(), ids=CROWDED)
 async def test_a_crowd_with_few_blocks_is_answered_right_and_leaves_nothing(parallel: ParallelConfig) -> None:
     rng = random.Random(5)
     async with rig(parallel=parallel, num_blocks=21, max_num_seqs=6, max_queued_requests=64, max_model_len=128) as r:

@@ -20,6 +20,7 @@ from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.kv_transfer.messages import Arrival, Push
 from longcat_pd.kv_transfer.sides import LaneCounts
 from longcat_pd.models.batch import ForwardInputs, Rows
+from longcat_pd.parallel.layout import ParallelLayout
 from longcat_pd.parallel.mesh import Mesh
 from tests.slots import GREEDY, admit
 
@@ -44,10 +45,13 @@ class SumModel:
     def __init__(self, cache: KVCache, calls: list[Any]) -> None:
         self.ids = cache.tensor("latent.0").view(-1)
         self.calls = calls
+        self.steps: list[tuple[int, Rows, Rows]] = []
+        self.num_logits: list[int] = []
 
     def forward(
         self, inputs: ForwardInputs, hidden: torch.Tensor | None, on_layer: Callable[[int], None] | None
     ) -> torch.Tensor:
+        self.steps.append((len(inputs.token_ids), inputs.rows, inputs.outputs))
         self.ids[inputs.slot_mapping] = inputs.token_ids.float()
         for layer in (0, 1):
             self.calls.append(("layer", layer))
@@ -60,7 +64,7 @@ class SumModel:
                 count = max(0, min(BLOCK, int(inputs.positions[row]) + 1 - start))
                 seen += float(self.ids[block * BLOCK : block * BLOCK + count].sum())
             sums.append(seen)
-        return torch.tensor(sums)[:, None]
+        return torch.tensor(sums, dtype=torch.float32)[:, None]
 
     has_split_head = False
 
@@ -68,6 +72,7 @@ class SumModel:
         return hidden if inputs.output_rows is None else hidden[inputs.output_rows]
 
     def logits(self, final: torch.Tensor, rows: Rows) -> torch.Tensor:
+        self.num_logits.append(len(final))
         return torch.zeros(len(final), VOCAB).scatter(1, final.long() % VOCAB, 5.0)
 
 
@@ -112,12 +117,13 @@ class FakeLanes:
 class Bench:
     """A runner of one rank, its pool, and the calls that it made."""
 
-    def __init__(self, *, push: bool = False, arrival: bool = False) -> None:
+    def __init__(self, *, push: bool = False, arrival: bool = False, num_groups: int = 1, group: int = 0) -> None:
         self.calls: list[Any] = []
-        self.pool = GroupPool(0, 1, 20)
+        self.pool = GroupPool(group, 1, 20)
         cache = KVCache(CacheSpec((CacheEntry("latent.0", 0, 1, torch.float32),)), 20, BLOCK, torch.device("cpu"))
+        self.model = SumModel(cache, self.calls)
         loaded = RankModel(
-            model=cast(Any, SumModel(cache, self.calls)),
+            model=cast(Any, self.model),
             ops=kernels.load("cpu"),
             cache=cache,
             hidden_size=1,
@@ -128,9 +134,15 @@ class Bench:
             weight_bytes=7,
             load_s=0.5,
         )
+        parallel = ParallelConfig(dp_size=num_groups)
+        mesh = Mesh(ParallelLayout.of(parallel), group, {})
         self.lanes = lanes = FakeLanes(self.calls)
         self.runner = ModelRunner(
-            rank_spec(), Mesh.single(), loaded=loaded, push=lanes if push else None, arrival=lanes if arrival else None
+            rank_spec(num_groups, group),
+            mesh,
+            loaded=loaded,
+            push=lanes if push else None,
+            arrival=lanes if arrival else None,
         )
         self.steps = 0
 
@@ -140,7 +152,7 @@ class Bench:
         return self.output.slots
 
 
-def rank_spec() -> RankSpec:
+def rank_spec(num_groups: int, rank: int) -> RankSpec:
     instance = InstanceSpec(
         name="x0",
         role="standalone",
@@ -148,13 +160,13 @@ def rank_spec() -> RankSpec:
         http_port=1,
         device="cpu",
         model=ModelSection(path=""),
-        parallel=ParallelConfig(),
-        engine=EngineConfig(block_size=BLOCK, max_num_seqs=3, num_blocks=20, max_model_len=24),
+        parallel=ParallelConfig(dp_size=num_groups),
+        engine=EngineConfig(block_size=BLOCK, max_num_seqs=3 * num_groups, num_blocks=20, max_model_len=24),
         transfer=TransferConfig(),
     )
     return RankSpec(
         instance=instance,
-        rank=0,
+        rank=rank,
         incarnation="i",
         plan_endpoint="",
         output_endpoint="",
@@ -323,3 +335,42 @@ def test_what_a_lane_still_reads_is_in_quarantine_only_if_no_slot_has_it() -> No
     assert (bench.runner.accounts().blocks_live, bench.runner.accounts().blocks_quarantined) == (3, 1)
     bench.run(retire=(0,))
     assert (bench.runner.accounts().blocks_live, bench.runner.accounts().blocks_quarantined) == (0, 3)
+
+
+def test_slots_of_other_groups_are_ignored_and_counted() -> None:
+    """Two groups of three slots: 0 1 2 and 3 4 5. Each rank is given everything."""
+    benches = [Bench(num_groups=2, group=group) for group in range(2)]
+    admits = [
+        admit(benches[slot // 3].pool, slot, ids, block_size=BLOCK, room=6)
+        for slot, ids in ((3, [10, 20, 30]), (4, [1]), (1, [5, 6, 7, 8, 9]))
+    ]
+    first = {"admit": admits, "segments": (segment(3, 0, 3, True), segment(1, 0, 4, False), segment(4, 0, 1, True))}
+    second = {"segments": (segment(1, 4, 1, True),)}
+    found = [[b.run(**first), b.run(**second), b.run("decode", segments=decode(4, 1, 3))] for b in benches]
+    told = [[[(s.slot, s.token_ids) for s in slots] for slots in bench] for bench in found]
+    assert told[0] == [[], [(1, (35,))], [(1, (70,))]]
+    assert told[1] == [[(3, (60,)), (4, (1,))], [], [(4, (2,)), (3, (120 % VOCAB,))]]
+    steps = [bench.model.steps for bench in benches]
+    assert steps[0] == [(4, Rows(4, 4), Rows(0, 2)), (1, Rows(1, 1), Rows(1, 1)), (2, Rows(2, 2), Rows(2, 2))]
+    assert steps[1] == [(4, Rows(4, 4), Rows(2, 2)), (0, Rows(0, 1), Rows(0, 1)), (2, Rows(2, 2), Rows(2, 2))]
+    assert [bench.model.num_logits for bench in benches] == [[0, 1, 2], [2, 0, 2]], "a head for all, or for none"
+    assert [bench.runner.accounts().slots_used for bench in benches] == [1, 2]
+    assert [bench.runner.accounts().slots_total for bench in benches] == [3, 3]
+    for bench in benches:
+        bench.run("decode", retire=(3, 1), segments=decode(4))
+    assert [bench.model.steps[-1] for bench in benches] == [(1, Rows(1, 1), Rows(1, 1))] * 2
+    assert [bench.runner.accounts().slots_used for bench in benches] == [0, 1]
+    assert benches[0].output.slots == () and [s.token_ids for s in benches[1].output.slots] == [(4,)]
+
+
+def test_nobody_runs_a_head_where_nobody_wants_a_token() -> None:
+    bench = Bench(num_groups=2, group=1)
+    assert bench.run(segments=(segment(0, 0, 4, False),)) == ()
+    assert bench.model.steps == [(0, Rows(0, 4), Rows(0, 0))] and bench.model.num_logits == []
+
+
+def test_an_admission_names_the_group_of_its_slot() -> None:
+    bench = Bench(num_groups=2, group=1)
+    wrong = replace(admit(bench.pool, 3, [1], block_size=BLOCK, room=1), group=0)
+    with pytest.raises(AssertionError, match="slot 3 is not one of group 0"):
+        bench.run(admit=(wrong,))

@@ -71,6 +71,32 @@ def test_a_plan_flies_for_each_stage_and_one_more_and_they_share_their_budget_am
     assert [a.slot for a in one.admit] == [0, 1] and not two.admit
 
 
+def test_every_group_has_a_budget_and_waits_for_its_own_only() -> None:
+    s = scheduler(ParallelConfig(dp_size=2), max_num_batched_tokens=8, num_blocks=64, prefix_cache=False)
+    seqs = [admitted(s, n) for n in (20, 6, 3, 5)]
+    assert [seq.slot for seq in seqs] == [0, 2, 3, 1]
+    for seq in seqs:
+        s.start_prefill(seq, None)
+    one, two = next_plan(s), next_plan(s)
+    assert chunks(one) == [(0, 0, 8, False), (2, 0, 6, True)], "two tokens of group 1 are left, and no block of the third"
+    assert chunks(two) == [(0, 8, 8, False), (3, 0, 3, True)]
+    s.apply(answer(one, s2=7), 0.0)
+    assert chunks(next_plan(s)) == [(0, 16, 4, True), (1, 0, 4, False)]
+
+
+def test_one_step_for_those_of_all_groups_that_decode() -> None:
+    s = scheduler(ParallelConfig(dp_size=2, attn_tp_size=2))
+    seqs = [decoding(s) for _ in range(3)]
+    assert [seq.slot for seq in seqs] == [0, 2, 1] and [seq.group for seq in seqs] == [0, 1, 0]
+    step = next_plan(s)
+    assert [g.slot for g in step.segments] == [0, 2, 1]
+    outputs = [
+        StepOutput(step_id=step.step_id, rank=rank, slots=tuple(SlotOutput(slot=n, token_ids=(30 + n,)) for n in slots))
+        for rank, slots in enumerate(((0, 1), (), (2,), ()))
+    ]
+    assert [tokens[0].token_id for _, tokens in s.apply(outputs, 0.0)] == [30, 32, 31]
+
+
 def test_prompts_go_before_one_step_for_all_that_decode() -> None:
     s = scheduler()
     old = [admitted(s, 2), admitted(s, 3)]
