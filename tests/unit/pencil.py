@@ -1,9 +1,9 @@
 """A pencil-and-paper executor: the next token is the last one plus one, and every plan is checked against what ranks know.
 
 It keeps the ranks' own books (slots, blocks of each shard of each group, open pushes, announced arrivals), so a plan that
-gives a block to two sequences, a slot of one group to a sequence of another, skips a position or retires a stranger fails the test that made it. It remembers for every place of the
-cache which tokens the entry there was computed from, so a plan that lets a sequence share anything but its own prefix,
-or write where another one reads, fails too.
+gives a block to two sequences, a slot of one group to a sequence of another, skips a position or retires a stranger fails
+the test that made it. It remembers for every place of the cache which tokens the entry there was computed from, so a plan
+that lets a sequence share anything but its own prefix, or write where another one reads, fails too.
 """
 
 from __future__ import annotations
