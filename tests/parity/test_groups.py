@@ -21,6 +21,7 @@ from longcat_pd.engine.runner import ModelRunner
 from longcat_pd.kv_cache.block_pool import GroupPool
 from longcat_pd.parallel.layout import ParallelLayout
 from longcat_pd.parallel.mesh import Mesh
+from tests.compiled import with_engine
 from tests.parity.conftest import MakeCheckpoint
 from tests.parity.gloo import BLOCK_SIZE, on_ranks, rank_specs, run_plans
 from tests.slots import admit
@@ -109,19 +110,19 @@ def traced(spec: RankSpec, mesh: Mesh, plans: Sequence[StepPlan]) -> tuple[list[
     return outputs, calls
 
 
-def check(path: Path, parallel: ParallelConfig, num_drafts: int = 0) -> None:
+def check(path: Path, parallel: ParallelConfig, num_drafts: int = 0, **engine: Any) -> None:
     layout, expected = ParallelLayout.of(parallel), single(path)
     num_shards = layout.cache_shard(0).num_ranks
     rounds = [round_of(places, num_shards, num_drafts) for places in PLACES]
     plans = [replace(plan, step_id=1 + number) for number, plan in enumerate(plan for plans in rounds for plan in plans)]
     specs = rank_specs(path, parallel, num_blocks=NUM_BLOCKS, num_drafts=num_drafts)
-    by_rank = on_ranks(specs, traced, plans)
+    by_rank = on_ranks([with_engine(spec, **engine) for spec in specs], traced, plans)
     assert all(calls == by_rank[0][1] for _, calls in by_rank), "groups do not step alike"
     ranks_each = parallel.world_size // 2
     first = 0
-    for places, plans in zip(PLACES, rounds, strict=True):
-        outputs = [found[first : first + len(plans)] for found, _ in by_rank]
-        first += len(plans)
+    for places, steps in zip(PLACES, rounds, strict=True):
+        outputs = [found[first : first + len(steps)] for found, _ in by_rank]
+        first += len(steps)
         reports = [answers(found) for found in outputs]
         assert all(not report for rank, report in enumerate(reports) if rank % ranks_each)
         for number, slot in enumerate(slots_of(places)):
@@ -148,6 +149,12 @@ LAYOUTS = {
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_groups_say_what_one_process_says(tiny: MakeCheckpoint, layout: str, num_drafts: int) -> None:
     check(tiny("2.0+predictable"), LAYOUTS[layout], num_drafts)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_has_padding_for_the_emptier_group(tiny: MakeCheckpoint, tmp_path: Path) -> None:
+    compiled = {"exe_mode": "inductor", "buckets": (SLOTS,), "compile_cache": str(tmp_path), "max_num_seqs": 2 * SLOTS}
+    check(tiny("2.0+predictable"), LAYOUTS["dp2"], 3, **compiled)
 
 
 @pytest.mark.parametrize("variant", ["lite", "chat"])

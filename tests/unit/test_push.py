@@ -12,7 +12,7 @@ import torch
 from longcat_pd.kv_transfer.frames import HEADER_INTS, block_digest, decode_header
 from longcat_pd.kv_transfer.loopback import BlockFault, Message
 from longcat_pd.kv_transfer.push import _PushLane
-from longcat_pd.kv_transfer.sides import LaneOptions
+from longcat_pd.kv_transfer.sides import LaneCounts, LaneOptions
 from tests.unit.transfer_rig import BLOCK, Handover, Rig
 
 
@@ -91,6 +91,9 @@ def test_a_group_that_is_not_meant_has_nothing_to_do(rigs: list[Rig]) -> None:
     handover = Handover(rig, "t", 9, group=1)
     handover.announce()
     assert {c.rank for c in rig.arrived.wait(2)} == {0, 1}
+    for lanes in rig.arrival[:2]:
+        assert lanes.counts() == LaneCounts() and not lanes._by_id, "nothing is kept of it"
+    assert sum(lanes.counts().reserved_blocks for lanes in rig.arrival[2:]) == len(handover.target_blocks)
     handover.begin()
     handover.compute()
     assert all(c.ok for c in rig.arrived.wait(4))

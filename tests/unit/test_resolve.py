@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from longcat_pd.config.checks import blocks_needed
 from longcat_pd.config.quantization import int8_section
 from longcat_pd.config.resolve import compile_cache, even_stages, instance_spec, load, model_path, standalone
 from longcat_pd.errors import ConfigError
@@ -296,6 +297,22 @@ def test_standalone_needs_no_file(cluster: Path) -> None:
         standalone(checkpoint, ["engine.block_size=0"], host="127.0.0.1", port=8081)
     with pytest.raises(ConfigError, match=r"standalone\.parallel\.pp_size=2: must be 1 in a standalone pool"):
         standalone(checkpoint, ["parallel.pp_size=2"], host="127.0.0.1", port=8081)
+
+
+def test_a_standalone_engine_may_have_groups_and_the_whole_cache_on_every_rank(cluster: Path) -> None:
+    checkpoint = str(cluster.parent / "weights" / "longcat-tiny")
+    groups = ["parallel.dp_size=2", "parallel.attn_tp_size=2", "engine.max_num_seqs=4", "engine.block_size=16"]
+    spec = standalone(checkpoint, groups, host="127.0.0.1", port=8081)
+    assert (spec.parallel.world_size, spec.parallel.kvp_size) == (4, 1)
+    whole = blocks_needed(spec.engine.max_model_len, spec.engine, num_shards=1)
+    split = standalone(checkpoint, [*groups, "parallel.kvp_size=2"], host="127.0.0.1", port=8081)
+    assert spec.engine.num_blocks > whole and split.parallel.world_size == 4
+    with pytest.raises(ConfigError, match="dp_size 2 x attn_tp_size 2 = 4, but"):
+        standalone(checkpoint, [*groups, "devices_per_node=2"], host="127.0.0.1", port=8081)
+    with pytest.raises(ConfigError, match=r"parallel\.attn_tp_size=1: differs from standalone\.parallel\.kvp_size=2"):
+        standalone(checkpoint, ["parallel.kvp_size=2"], host="127.0.0.1", port=8081)
+    with pytest.raises(ConfigError, match=r"max_num_seqs=3: must be a multiple of standalone\.parallel\.dp_size=2"):
+        standalone(checkpoint, [*groups, "engine.max_num_seqs=3"], host="127.0.0.1", port=8081)
 
 
 @pytest.mark.parametrize(
