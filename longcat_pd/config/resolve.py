@@ -114,8 +114,14 @@ def _digest(spec: InstanceSpec) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _read(path: str | Path, overrides: Sequence[str]) -> tuple[ClusterConfig, Findings]:
-    found = Findings()
+def complete(config: ClusterConfig, found: Findings) -> ClusterConfig:
+    """A configuration that was not read here, checked and resolved like one that was. Raises ConfigError."""
+    check_shape(config, found)
+    return _resolve(config, found)
+
+
+def read_tree(path: str | Path, *, sections: str) -> dict[str, Any]:
+    """The mapping that a YAML file holds. ``sections``: what it is told that should be there. Raises ConfigError."""
     file = Path(path)
     try:
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -124,12 +130,12 @@ def _read(path: str | Path, overrides: Sequence[str]) -> tuple[ClusterConfig, Fi
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: is not YAML: {' '.join(str(error).split())}", param=str(file)) from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{file}: must be a mapping with the sections model, prefill, decode, …", param=str(file))
-    _absolute_paths(tree, file.absolute().parent)
-    return _records(tree, overrides, found), found
+        raise ConfigError(f"{file}: must be a mapping with the sections {sections}", param=str(file))
+    return tree
 
 
-def _records(tree: dict[str, Any], overrides: Sequence[str], found: Findings) -> ClusterConfig:
+def lay_overrides(tree: dict[str, Any], overrides: Sequence[str], found: Findings) -> None:
+    """Lay ``key.path=value`` over a tree, in place; values are YAML."""
     for item in overrides:
         key, equals, text = item.partition("=")
         if not key or not equals:
@@ -143,20 +149,31 @@ def _records(tree: dict[str, Any], overrides: Sequence[str], found: Findings) ->
         complaint = lay_over(tree, key.split("."), value)
         if complaint:
             found.add(key, f"--set {item}: {complaint}")
-    _absolute_paths(tree, Path.cwd())
-    config = Reader(found, RANGES).record(ClusterConfig, tree)
-    check_shape(config, found)
-    return config
 
 
-def _absolute_paths(tree: dict[str, Any], folder: Path) -> None:
-    """Anchor the relative paths of a tree at ``folder``, in place."""
-    for *sections, key in _PATH_KEYS:
+def anchor_paths(tree: dict[str, Any], keys: Sequence[tuple[str, ...]], folder: Path) -> None:
+    """Anchor the relative paths at ``keys`` of a tree at ``folder``, in place."""
+    for *sections, key in keys:
         here: Any = tree
         for section in sections:
             here = here.get(section) if isinstance(here, dict) else None
         if isinstance(here, dict) and isinstance(here.get(key), str) and here[key]:
             here[key] = str((folder / Path(here[key]).expanduser()).resolve())
+
+
+def _read(path: str | Path, overrides: Sequence[str]) -> tuple[ClusterConfig, Findings]:
+    found = Findings()
+    tree = read_tree(path, sections="model, prefill, decode, …")
+    anchor_paths(tree, _PATH_KEYS, Path(path).absolute().parent)
+    return _records(tree, overrides, found), found
+
+
+def _records(tree: dict[str, Any], overrides: Sequence[str], found: Findings) -> ClusterConfig:
+    lay_overrides(tree, overrides, found)
+    anchor_paths(tree, _PATH_KEYS, Path.cwd())
+    config = Reader(found, RANGES).record(ClusterConfig, tree)
+    check_shape(config, found)
+    return config
 
 
 def _resolve(config: ClusterConfig, found: Findings) -> ClusterConfig:

@@ -9,12 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from longcat_pd.config.model import ModelConfig
 from longcat_pd.errors import ConfigError
-from longcat_pd.models.tensor_names import SCALE, WEIGHT, can_be_int8
+from longcat_pd.models.tensor_names import (
+    SCALE,
+    WEIGHT,
+    can_be_int8,
+    draft_tensors,
+    expected_tensors,
+    is_ignorable,
+    other_spelling,
+    stand_in,
+)
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -130,6 +140,32 @@ def int8_modules(checkpoint: Checkpoint) -> frozenset[str]:
         text = f"checkpoint {checkpoint.path} does not fit: {'; '.join(problems[:MAX_NAMED])}{more}"
         raise ConfigError(text, param="model.path")
     return frozenset(found)
+
+
+def lacking(path: Path, *, has_draft: bool) -> Iterator[str]:
+    """What of a checkpoint is not there, told before anybody loads it: its table of contents, shards, tensors.
+
+    ``has_draft``: the draft layer is wanted too.
+    """
+    try:
+        checkpoint, config = open_checkpoint(path), ModelConfig.load(path)
+    except ConfigError as error:
+        yield f"model.path={path}: {error.message}"
+        return
+    gone = [shard for shard in checkpoint.shards if not (path / shard).is_file()]
+    if gone:
+        yield f"model.path={path}: {len(gone)} of {len(checkpoint.shards)} shards are missing: {_named(gone)}"
+    there = checkpoint.shard_of.keys()
+    wanted = {name for name in expected_tensors(config) if not is_ignorable(name)}
+    wanted |= {name for name in draft_tensors(config) if stand_in(name) is None} if has_draft else set()
+    lost = sorted(name for name in wanted - there if other_spelling(name) not in there)
+    if lost:
+        yield f"model.path={path}: {len(lost)} of {len(wanted)} tensors are missing: {_named(lost)}"
+
+
+def _named(items: list[str]) -> str:
+    more = f" and {len(items) - MAX_NAMED} more" if len(items) > MAX_NAMED else ""
+    return f"{', '.join(items[:MAX_NAMED])}{more}"
 
 
 def checkpoint_digest(path: Path) -> str:

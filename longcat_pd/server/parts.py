@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from longcat_pd.clock import Clock
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import InstanceSpec
 from longcat_pd.engine.driver import Engine
-from longcat_pd.engine.executor import ProcessExecutor, rank_specs
+from longcat_pd.engine.executor import Executor, ProcessExecutor, rank_specs
 from longcat_pd.kv_transfer.messages import Hello
 from longcat_pd.metrics import Metrics
 from longcat_pd.server.identity import own_hello
@@ -27,18 +28,24 @@ class Parts:
     metrics: Metrics
 
 
-def make_parts(spec: InstanceSpec, rank_entry: str, clock: Clock) -> Parts:
-    """An engine over rank processes that is not started. ``rank_entry``: module:function. Raises ConfigError."""
+def make_parts(
+    spec: InstanceSpec, rank_entry: str, clock: Clock, *, watch: Callable[[Executor], Executor] | None = None
+) -> Parts:
+    """An engine over rank processes that is not started. Raises ConfigError.
+
+    ``rank_entry``: module:function. ``watch``: puts an executor that looks on in front of the ranks'.
+    """
     model = ModelConfig.load(spec.model.path)
     hello = own_hello(spec, model)
     metrics = Metrics(role=spec.role, instance=spec.name)
     metrics.build_info(version=hello.code_version, model_digest=hello.model_digest, wire_version=str(WIRE_VERSION))
     ranks = rank_specs(spec, hello.incarnation)
     processes = ForkedRanks(rank_entry, [to_json(rank) for rank in ranks], clock=clock)
+    executor: Executor = ProcessExecutor(ranks, processes, config=spec.engine, clock=clock)
     engine = Engine(
         spec.engine,
         spec.parallel,
-        executor=ProcessExecutor(ranks, processes, config=spec.engine, clock=clock),
+        executor=executor if watch is None else watch(executor),
         eos_token_ids=frozenset(model.eos_token_id),
         clock=clock,
         metrics=metrics,

@@ -1,4 +1,5 @@
 """``longcat-pd infer``: request bodies from a file, one a line; their answers on standard output, one a line, in order.
+Or, with ``--yaml``, a run of the offline dialect (``offline_run.py``).
 
 Owns the command's arguments. A line that fails is answered with its error object.
 """
@@ -22,6 +23,7 @@ from longcat_pd.server.run import STATUS_FAULT, STATUS_OK, refuse
 from longcat_pd.server.text import TextProcessor
 from longcat_pd.standalone.batch import answer_in_order
 from longcat_pd.standalone.offline import offline
+from longcat_pd.standalone.offline_run import on_free_ports, run
 
 _PORT = 8081  # names the instance's ports in its configuration; none is opened
 
@@ -32,6 +34,8 @@ def main(arguments: Sequence[str]) -> int:
     log.set_up(level="warning")
     overrides = [*options.overrides, *([f"model.dtype={options.dtype}"] if options.dtype else [])]
     try:
+        if options.yaml is not None:
+            return run(options.model, options.yaml, options.overrides, only_check=options.check, out=sys.stdout)
         spec = _patient(resolve.standalone(options.model, overrides, host="127.0.0.1", port=_PORT))
         return asyncio.run(_infer(spec, _lines(options.input), sys.stdout))
     except ConfigError as error:
@@ -42,21 +46,23 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="longcat-pd infer", description="Answer the request bodies of a file, in order.")
-    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of weights and cache; else the checkpoint's")
-    parser.add_argument("--input", required=True, metavar="FILE", help="JSON lines: bodies of chat or of completions")
+    text = "Answer the request bodies of a file, in order; or the prompts of an offline YAML, with a table of times."
+    parser = argparse.ArgumentParser(prog="longcat-pd infer", description=text)
+    parser.add_argument("--model", required=True, help="checkpoint's folder; with --yaml the model_name that it is for")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--input", metavar="FILE", help="JSON lines: bodies of chat or of completions")
+    source.add_argument("--yaml", metavar="FILE", help="model_config, data_config, parallel_config, scheduler_config")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="with --input; else the checkpoint's")
+    parser.add_argument("--check", action="store_true", help="with --yaml: print the plan, look at everything, then end")
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="key=value",
-        help="a setting, such as engine.max_num_seqs=16",
+        help="a setting, such as engine.max_num_seqs=16 or, of a YAML, scheduler_config.batch_size=2",
     )  # fmt: skip
     return parser
 
 
 def _patient(spec: InstanceSpec) -> InstanceSpec:
-    """Nobody waits at the other end, so nothing is refused for waiting. Raises ConfigError for more ranks than one."""
-    if spec.parallel.world_size != 1:
-        raise ConfigError(f"parallel: {spec.parallel.world_size} ranks, but infer computes in its own process; use serve")
+    """Nobody waits at the other end, so nothing is refused for waiting."""
     return replace(spec, engine=replace(spec.engine, queue_timeout_s=OFFLINE_LIMIT_S, max_queued_requests=sys.maxsize))
 
 
@@ -70,7 +76,7 @@ def _lines(path: str) -> list[tuple[int, bytes]]:
 
 
 async def _infer(spec: InstanceSpec, lines: Sequence[tuple[int, bytes]], out: TextIO) -> int:
-    service = offline(spec)
+    service = offline(on_free_ports(spec) if spec.parallel.world_size > 1 else spec)
     face = Face(service, TextProcessor.load(spec.model.path))
     await service.start()
     try:
