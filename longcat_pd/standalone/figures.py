@@ -16,10 +16,14 @@ from longcat_pd.engine.roster import RankState
 
 
 class StepRecorder:
-    """An executor that passes everything on and notes how long decode steps take: ``decode_ms``, of the slowest rank."""
+    """An executor that passes everything on and notes how long decode steps take.
 
-    def __init__(self, executor: Executor) -> None:
-        self.decode_ms: list[float] = []
+    Args:
+        decode_ms: where the slowest rank's duration of each is put.
+    """
+
+    def __init__(self, executor: Executor, decode_ms: list[float]) -> None:
+        self._decode_ms = decode_ms
         self._executor = executor
 
     async def start(self, on_closed: OnClosed, on_failure: OnFailure) -> Ready:
@@ -43,7 +47,7 @@ class StepRecorder:
 
     def _note(self, outputs: asyncio.Future[tuple[StepOutput, ...]]) -> None:
         if not outputs.cancelled() and outputs.exception() is None:
-            self.decode_ms.append(max(output.compute_ms for output in outputs.result()))
+            self._decode_ms.append(max(output.compute_ms for output in outputs.result()))
 
 
 @dataclass(frozen=True, kw_only=True)

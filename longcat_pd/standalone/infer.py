@@ -10,22 +10,15 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import TextIO
 
 from longcat_pd import log
 from longcat_pd.config import resolve
-from longcat_pd.config.schema import InstanceSpec
 from longcat_pd.errors import ConfigError, LongcatError
-from longcat_pd.server.face import OFFLINE_LIMIT_S, Face
-from longcat_pd.server.run import STATUS_FAULT, STATUS_OK, refuse
-from longcat_pd.server.text import TextProcessor
-from longcat_pd.standalone.batch import answer_in_order
-from longcat_pd.standalone.offline import offline
-from longcat_pd.standalone.offline_run import on_free_ports, run
+from longcat_pd.server.run import STATUS_FAULT, refuse
+from longcat_pd.standalone.lines import answer_file, read_lines
+from longcat_pd.standalone.offline_run import run
 
-_PORT = 8081  # names the instance's ports in its configuration; none is opened
+_PORT = 8081  # stands in the configuration until it is known whether ports are needed, and which are free
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,8 +29,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if options.yaml is not None:
             return run(options.model, options.yaml, options.overrides, only_check=options.check, out=sys.stdout)
-        spec = _patient(resolve.standalone(options.model, overrides, host="127.0.0.1", port=_PORT))
-        return asyncio.run(_infer(spec, _lines(options.input), sys.stdout))
+        spec = resolve.standalone(options.model, overrides, host="127.0.0.1", port=_PORT)
+        return asyncio.run(answer_file(spec, read_lines(options.input), sys.stdout))
     except ConfigError as error:
         return refuse(error)
     except LongcatError as error:
@@ -59,28 +52,3 @@ def _parser() -> argparse.ArgumentParser:
         help="a setting, such as engine.max_num_seqs=16 or, of a YAML, scheduler_config.batch_size=2",
     )  # fmt: skip
     return parser
-
-
-def _patient(spec: InstanceSpec) -> InstanceSpec:
-    """Nobody waits at the other end, so nothing is refused for waiting."""
-    return replace(spec, engine=replace(spec.engine, queue_timeout_s=OFFLINE_LIMIT_S, max_queued_requests=sys.maxsize))
-
-
-def _lines(path: str) -> list[tuple[int, bytes]]:
-    """The lines that are not empty, with their numbers in the file. Raises ConfigError."""
-    try:
-        numbered = enumerate(Path(path).read_bytes().splitlines(), start=1)
-        return [(number, line) for number, line in numbered if line.strip()]
-    except OSError as error:
-        raise ConfigError(f"--input {path}: {error.strerror}") from error
-
-
-async def _infer(spec: InstanceSpec, lines: Sequence[tuple[int, bytes]], out: TextIO) -> int:
-    service = offline(on_free_ports(spec) if spec.parallel.world_size > 1 else spec)
-    face = Face(service, TextProcessor.load(spec.model.path))
-    await service.start()
-    try:
-        await answer_in_order(face, lines, out, width=2 * spec.engine.max_num_seqs)
-    finally:
-        await service.close()
-    return STATUS_FAULT if service.readiness().is_lost else STATUS_OK
