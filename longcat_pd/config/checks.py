@@ -132,6 +132,8 @@ def check_shape(config: ClusterConfig, found: Findings) -> None:
 def check_model(config: ClusterConfig, model: ModelConfig, *, found: Findings) -> None:
     """What the checkpoint demands of the layouts and lengths. ``config`` is resolved."""
     _check_lengths(config, found)
+    if config.model.weights == "random" and model.quantization is not None:
+        found.cross(["model.weights"], "model.weights=random: random weights are floats, config.json announces int8")
     for role, pool in pools(config):
         _check_drafts(role, pool, model=model, found=found)
         check_layout_fits(role, pool.parallel, model, found=found)

@@ -163,6 +163,8 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "standalone.engine.exe_mode": ("model_config.exe_mode",),
     "standalone.engine": ("scheduler_config",),
     "model.path": ("model_config.model_path",),
+    "model.weights=random": ("model_config.with_ckpt=false",),
+    "model.weights": ("model_config.with_ckpt",),
     "model": ("model_config",),
 }
 
@@ -363,8 +365,9 @@ def _cluster(read: OfflineFile, parallel: ParallelConfig) -> ClusterConfig:
         prefix_cache=False,  # a prompt that is asked twice is to be measured twice
     )
     instance = InstanceConfig(name="offline", http_port=PORT)
+    weights: Literal["checkpoint", "random"] = "checkpoint" if part.with_ckpt else "random"
     return ClusterConfig(
-        model=ModelSection(path=part.model_path, served_name=part.model_name, dtype=part.dtype),
+        model=ModelSection(path=part.model_path, served_name=part.model_name, dtype=part.dtype, weights=weights),
         device=read.device,
         devices_per_node=parallel.world_size,
         standalone=PoolConfig(parallel=parallel, engine=engine, instances=(instance,)),

@@ -19,6 +19,7 @@ class ModelSection:
     path: str
     served_name: str = ""  # resolved: the folder's name
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    weights: Literal["checkpoint", "random"] = "checkpoint"  # random: from config.json alone, for measuring
     default_max_tokens: int = 32768
     tool_parser: Literal["auto", "longcat", "longcat_xml", "none"] = "auto"
     reasoning_parser: Literal["auto", "longcat", "none"] = "auto"

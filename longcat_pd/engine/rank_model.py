@@ -15,6 +15,7 @@ from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.models.causal_lm import CausalLM
 from longcat_pd.models.checkpoint import checkpoint_digest, int8_modules, open_checkpoint
 from longcat_pd.models.context import ModelContext
+from longcat_pd.models.random_weights import fill_random
 from longcat_pd.models.weights import load_weights
 from longcat_pd.parallel.layout import layers_of_stage
 from longcat_pd.parallel.mesh import Mesh
@@ -59,7 +60,8 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
     has_draft = is_last and instance.engine.num_draft_tokens > 0
     cached = range(layers.start, layers.stop + has_draft)
     cache = KVCache.of_layers(config, cached, engine=instance.engine, dtype=dtype, device=device)
-    int8 = int8_modules(open_checkpoint(Path(instance.model.path)))
+    has_weights = instance.model.weights == "checkpoint"
+    int8 = int8_modules(open_checkpoint(Path(instance.model.path))) if has_weights else frozenset()
     context = ModelContext(
         config=config,
         ops=kernels.load(instance.device, exe_mode=instance.engine.exe_mode, is_steady=bool(int8)),
@@ -76,7 +78,8 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
         has_draft=has_draft,
     )
     model = CausalLM(context)
-    weight_bytes = load_weights(model.weight_specs(), Path(instance.model.path), config=config)
+    specs = model.weight_specs()
+    weight_bytes = load_weights(specs, Path(instance.model.path), config=config) if has_weights else fill_random(specs)
     return RankModel(
         model=model,
         ops=context.ops,
@@ -85,7 +88,7 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
         dtype=dtype,
         device=device,
         ngram_order=config.over_embedding.oe_neighbor_num if config.over_embedding and context.is_first else 0,
-        model_digest=checkpoint_digest(Path(instance.model.path)),
+        model_digest=checkpoint_digest(Path(instance.model.path), has_weights=has_weights),
         weight_bytes=weight_bytes,
         load_s=time.monotonic() - began,
         memory=model.memory(cache),

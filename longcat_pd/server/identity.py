@@ -22,7 +22,7 @@ def own_hello(spec: InstanceSpec, model: ModelConfig) -> Hello:
     identity = Identity(
         incarnation=secrets.token_hex(8),
         code_version=metadata.version("longcat-pd"),
-        model_digest=checkpoint_digest(folder),
+        model_digest=checkpoint_digest(folder, has_weights=spec.model.weights == "checkpoint"),
         tokenizer_digest=_files_digest(folder),
     )
     return make_hello(spec, model, identity)

@@ -77,7 +77,7 @@ def table(batches: Sequence[Batch], decode_ms: Sequence[float], tokens_per_step:
     answers = [answer for batch in batches for answer in batch]
     num_tokens = sum(len(answer.token_ids) for answer in answers)
     prompts = sum(answer.num_prompt for answer in answers)
-    yield f"{len(answers)} prompts in {len(batches)} batches, {prompts} tokens in, {num_tokens} tokens out"
+    yield f"prompts {len(answers)}, batches {len(batches)}, tokens in {prompts}, tokens out {num_tokens}"
     yield f"{'':<34}{'mean':>10}{'median':>10}{'min':>10}{'max':>10}"
     yield _row("prefill of a prompt, ms", [answer.prefill_ms for answer in answers])
     yield _row("first tokens of a whole batch, ms", [max(a.first_token_ms for a in batch) for batch in batches])

@@ -23,7 +23,12 @@ _PORT = 8081  # stands in the configuration until it is known whether ports are 
 
 def main(arguments: Sequence[str]) -> int:
     """Answer a file; the exit status. Refused lines do not count."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    foreign = {"--dtype": options.dtype and options.yaml, "--check": options.check and options.input}
+    for name, is_there in foreign.items():
+        if is_there:
+            parser.error(f"{name} does not go with {'--yaml' if options.yaml else '--input'}")
     log.set_up(level="warning")
     overrides = [*options.overrides, *([f"model.dtype={options.dtype}"] if options.dtype else [])]
     try:

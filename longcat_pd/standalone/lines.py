@@ -35,8 +35,8 @@ async def answer_file(spec: InstanceSpec, lines: Sequence[tuple[int, bytes]], ou
     spec = unattended(spec)
     service = offline(spec) if spec.parallel.world_size == 1 else over_processes(spec, MonotonicClock()).service
     face = Face(service, TextProcessor.load(spec.model.path))
-    await service.start()
     try:
+        await service.start()
         await answer_in_order(face, lines, out, width=2 * spec.engine.max_num_seqs)
     finally:
         await service.close()

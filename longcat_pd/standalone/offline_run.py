@@ -33,7 +33,9 @@ def run(model_name: str, path: str, overrides: Sequence[str], *, only_check: boo
     for line in found.plan:
         out.write(f"{line}\n")
     out.flush()
-    findings = [*found.findings, *lacking(Path(spec.model.path), has_draft=spec.engine.num_draft_tokens > 0)]
+    findings = list(found.findings)
+    if spec.model.weights == "checkpoint":
+        findings += lacking(Path(spec.model.path), has_draft=spec.engine.num_draft_tokens > 0)
     if findings:
         raise ConfigError(in_dialect("\n".join(findings)))
     text = TextProcessor.load(spec.model.path)
