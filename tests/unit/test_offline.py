@@ -209,10 +209,10 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
     )
     starts = [
         "model_config.model_nam: unknown key",
-        "model_config.next_n='one': must be a whole number",
+        "model_config.next_n=one: must be a whole number",
         "model_config.custom_params.enable_superkernel: unknown key",
         "scheduler_config.max_new_tokens=0: must be at least 1",
-        "device='gpu': must be one of cpu, cuda, npu",
+        "device=gpu: must be one of cpu, cuda, npu",
         "model_config.enable_profiler=true: is not supported yet",
         f"data_config.dataset={tmp_path / 'nowhere.jsonl'}: no such file",
     ]
