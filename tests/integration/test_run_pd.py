@@ -6,12 +6,9 @@ environment (that of the tests) through its stamp.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,34 +19,19 @@ import pytest
 
 from longcat_pd.cluster.processes import kill_sessions
 from longcat_pd.cluster.record import RunFolder, State
+from tests.clone import Clone
 
-ROOT = Path(__file__).parents[2]
 PORTS = ("load_balancer.port=18581", "prefill.instances.0.http_port=18600", "decode.instances.0.http_port=18700")
 READY = "The server is fired up and ready to roll!"
 QUESTION = "你好，请介绍一下自己"
 
 
-class Clone:
-    """A copy of what the script needs, with the tests' environment as its .venv."""
+def verb(clone: Clone, name: str, *rest: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    return clone.run("run_pd.sh", name, *rest, timeout_s=timeout_s)
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        for name in ("deploy", "longcat_pd"):
-            shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "pyproject.toml", path)
-        (path / ".venv" / "bin").mkdir(parents=True)
-        launcher = path / ".venv" / "bin" / "python"
-        launcher.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-        launcher.chmod(0o755)
-        (path / ".venv" / "installed-from").write_text(hashlib.sha256((path / "pyproject.toml").read_bytes()).hexdigest())
 
-    def verb(self, name: str, *rest: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
-        command = ["bash", str(self.path / "deploy" / "run_pd.sh"), name, *rest]
-        return subprocess.run(command, cwd=self.path, capture_output=True, text=True, timeout=timeout_s, check=False)
-
-    @property
-    def folder(self) -> RunFolder:
-        return RunFolder(self.path / ".run" / "local-cpu")
+def folder_of(clone: Clone) -> RunFolder:
+    return RunFolder(clone.path / ".run" / "local-cpu")
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +47,8 @@ def shared_memory_before() -> set[Path]:
 @pytest.fixture(scope="module")
 def running(clone: Clone, shared_memory_before: set[Path]) -> Iterator[State]:
     settings = [part for item in PORTS for part in ("--set", item)]
-    started = clone.verb("start", *settings, timeout_s=300.0)
-    state = clone.folder.read()
+    started = verb(clone, "start", *settings, timeout_s=300.0)
+    state = folder_of(clone).read()
     try:
         assert started.returncode == 0, started.stdout + started.stderr
         assert "curl -X POST http://127.0.0.1:18581/v1/chat/completions" in started.stdout
@@ -129,39 +111,39 @@ def test_the_openai_client_works_both_ways(running: State) -> None:
 
 def test_the_operator_sees_a_ready_cluster(clone: Clone, running: State) -> None:
     for name in ("p0", "d0"):
-        assert READY in (clone.folder.path / f"{name}.log").read_text(encoding="utf-8")
-    status = clone.verb("status")
+        assert READY in (folder_of(clone).path / f"{name}.log").read_text(encoding="utf-8")
+    status = verb(clone, "status")
     assert status.returncode == 0, status.stdout
     assert status.stdout.count(READY) == 3  # prefill, decode, balancer
     assert "ranks 4/4" in status.stdout
     assert "ranks 2/2" in status.stdout
-    again = clone.verb("start")
+    again = verb(clone, "start")
     assert again.returncode == 2
     assert "already running" in again.stderr
-    logs = clone.verb("logs", "--lines", "5")
+    logs = verb(clone, "logs", "--lines", "5")
     assert all(f"{name}.log" in logs.stdout for name in ("p0", "d0", "balancer"))
 
 
 def test_stop_leaves_nothing(clone: Clone, running: State, shared_memory_before: set[Path]) -> None:
     begun = {process.pid for process in running.processes}
-    stopped = clone.verb("stop")
+    stopped = verb(clone, "stop")
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     assert not begun & _sessions()
     for use in running.ports:
         with socket.socket() as probe:
             assert probe.connect_ex((use.host, use.port)) != 0, f"{use.purpose} still listens on {use.port}"
     assert set(Path("/dev/shm").iterdir()) <= shared_memory_before
-    assert clone.folder.read() is None
-    assert clone.verb("status").returncode == 3
+    assert folder_of(clone).read() is None
+    assert verb(clone, "status").returncode == 3
 
 
 def test_what_cannot_work_is_refused_before_anything_is_started(clone: Clone) -> None:
     settings = ["--set", "decode.parallel.kvp_size=5", "--set", "prefill.engine.block_sise=16"]
-    refused = clone.verb("start", *settings)
+    refused = verb(clone, "start", *settings)
     assert refused.returncode == 2
     assert "error: prefill.engine.block_sise: unknown key" in refused.stderr
     assert "error: decode.parallel.attn_tp_size=2: differs from decode.parallel.kvp_size=5" in refused.stderr
-    assert clone.folder.read() is None
+    assert folder_of(clone).read() is None
 
 
 def _sessions() -> set[int]:
