@@ -170,7 +170,7 @@ class AxisGroup:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.view(-1).view(torch.uint8)
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # one element is contiguous whatever its stride
 
 
 def _exchange_shapes(parts: list[torch.Tensor], group: str, rank: int, axis: str, kind: str) -> torch.Tensor:

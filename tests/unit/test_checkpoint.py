@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from longcat_pd.errors import ConfigError
-from longcat_pd.models.checkpoint import checkpoint_digest, open_checkpoint, read_header
+from longcat_pd.models.checkpoint import checkpoint_digest, lacking, open_checkpoint, read_header
 from longcat_pd.models.weights import write_checkpoint
+from longcat_pd.tiny.make import write_tiny
 
 
 def write(path: Path, *, scale: float = 1.0, config: dict[str, object] | None = None, shard_bytes: int = 200) -> Path:
@@ -83,3 +84,40 @@ def test_digest_names_a_missing_shard(tmp_path: Path) -> None:
     (folder / "model-00002-of-00005.safetensors").unlink()
     with pytest.raises(ConfigError, match="model-00002-of-00005"):
         checkpoint_digest(folder)
+
+
+def test_digest_without_weights_is_that_of_the_config(tmp_path: Path) -> None:
+    folder = write(tmp_path / "c")
+    before = checkpoint_digest(folder, has_weights=False)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    assert checkpoint_digest(folder, has_weights=False) == before
+    (folder / "config.json").write_text("{}")
+    assert checkpoint_digest(folder, has_weights=False) != before
+
+
+@pytest.mark.parametrize("variant", ["lite", "2.0", "chat"])
+def test_nothing_is_lacking_of_a_whole_checkpoint(tmp_path: Path, variant: str) -> None:
+    write_tiny(tmp_path / "c", variant, with_tokenizer=False, overrides=("num_layers=1",))
+    assert list(lacking(tmp_path / "c", has_draft=variant != "lite")) == []
+
+
+def test_what_is_lacking_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    write_tiny(folder, "lite", with_tokenizer=False, overrides=("num_layers=1",), max_shard_bytes=100_000)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    del index["weight_map"]["model.norm.weight"]
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    gone = index["weight_map"]["model.embed_tokens.weight"]
+    (folder / gone).unlink()
+    (
+        shards,
+        tensors,
+    ) = lacking(folder, has_draft=False)
+    assert f"1 of {len(set(index['weight_map'].values()))} shards are missing: {gone}" in shards
+    assert "1 of " in tensors and tensors.endswith("are missing: model.norm.weight")
+    *_, drafts = lacking(folder, has_draft=True)
+    assert "model.mtp.layers.0.eh_proj.weight" in drafts
+    (folder / "model.safetensors.index.json").unlink()
+    (nothing,) = lacking(folder, has_draft=False)
+    assert "holds neither" in nothing
