@@ -278,7 +278,7 @@ def _check_products(sizes: ParallelPart, *, dp: int, ep: int, found: Findings) -
         _bad(found, keys, f"{section}: {product}, but world_size={world}")
     experts = sizes.moe_tp_size * ep
     if not experts or world % experts:
-        keys = [f"{section}.{name}" for name in ("moe_ep_size", "moe_tp_size", "ep_size")]
+        keys = [f"{section}.{name}" for name in ("moe_ep_size", "moe_tp_size", "ep_size", "world_size")]
         product = f"moe_tp_size {sizes.moe_tp_size} x moe_ep_size {ep} = {experts}"
         _bad(found, keys, f"{section}: {product} does not divide world_size={world}")
 

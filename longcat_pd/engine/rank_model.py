@@ -10,7 +10,7 @@ import torch
 
 from longcat_pd import kernels
 from longcat_pd.config.model import ModelConfig
-from longcat_pd.config.schema import RankSpec
+from longcat_pd.config.schema import ModelSection, RankSpec
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.models.causal_lm import CausalLM
 from longcat_pd.models.checkpoint import checkpoint_digest, int8_modules, open_checkpoint
@@ -78,8 +78,7 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
         has_draft=has_draft,
     )
     model = CausalLM(context)
-    specs = model.weight_specs()
-    weight_bytes = load_weights(specs, Path(instance.model.path), config=config) if has_weights else fill_random(specs)
+    weight_bytes = _fill(model, instance.model, config)
     return RankModel(
         model=model,
         ops=context.ops,
@@ -94,6 +93,13 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
         memory=model.memory(cache),
         has_draft=has_draft,
     )
+
+
+def _fill(model: CausalLM, section: ModelSection, config: ModelConfig) -> int:
+    """Give the parameters their values; the bytes that were read or made."""
+    if section.weights == "random":
+        return fill_random(model.weight_specs())
+    return load_weights(model.weight_specs(), Path(section.path), config=config)
 
 
 def _data_type(name: str) -> torch.dtype:
