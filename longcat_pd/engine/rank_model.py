@@ -10,13 +10,12 @@ import torch
 
 from longcat_pd import kernels
 from longcat_pd.config.model import ModelConfig
-from longcat_pd.config.schema import ModelSection, RankSpec
+from longcat_pd.config.schema import RankSpec
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.models.causal_lm import CausalLM
 from longcat_pd.models.checkpoint import checkpoint_digest, int8_modules, open_checkpoint
 from longcat_pd.models.context import ModelContext
-from longcat_pd.models.random_weights import fill_random
-from longcat_pd.models.weights import load_weights
+from longcat_pd.models.weights import fill_weights
 from longcat_pd.parallel.layout import layers_of_stage
 from longcat_pd.parallel.mesh import Mesh
 
@@ -78,7 +77,7 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
         has_draft=has_draft,
     )
     model = CausalLM(context)
-    weight_bytes = _fill(model, instance.model, config)
+    weight_bytes = fill_weights(model.weight_specs(), instance.model, config=config)
     return RankModel(
         model=model,
         ops=context.ops,
@@ -93,13 +92,6 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
         memory=model.memory(cache),
         has_draft=has_draft,
     )
-
-
-def _fill(model: CausalLM, section: ModelSection, config: ModelConfig) -> int:
-    """Give the parameters their values; the bytes that were read or made."""
-    if section.weights == "random":
-        return fill_random(model.weight_specs())
-    return load_weights(model.weight_specs(), Path(section.path), config=config)
 
 
 def _data_type(name: str) -> torch.dtype:

@@ -20,8 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from longcat_pd.config.model import ModelConfig
+from longcat_pd.config.schema import ModelSection
 from longcat_pd.errors import ConfigError
 from longcat_pd.models.checkpoint import CONFIG_FILE, INDEX_FILE, INT8, MAX_NAMED, Checkpoint, open_checkpoint
+from longcat_pd.models.random_weights import fill_random
 from longcat_pd.models.tensor_names import (
     OFFSET,
     SCALE,
@@ -39,6 +41,13 @@ TYPES: Mapping[Kind, frozenset[str]] = MappingProxyType(
     {"float": FLOAT_TYPES, "int8": frozenset({INT8}), "scale": FLOAT_TYPES, "offset": FLOAT_TYPES | {INT8, "I32"}}
 )
 DEFAULT_SHARD_BYTES = 5_000_000_000
+
+
+def fill_weights(specs: Iterable[WeightSpec], section: ModelSection, *, config: ModelConfig) -> int:
+    """Hand every spec its region, from the checkpoint or from nowhere, as the section says; return the bytes."""
+    if section.weights == "random":
+        return fill_random(specs)
+    return load_weights(specs, Path(section.path), config=config)
 
 
 def load_weights(specs: Iterable[WeightSpec], path: Path, *, config: ModelConfig) -> int:
