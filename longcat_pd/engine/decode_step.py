@@ -30,6 +30,11 @@ class DecodeStep(nn.Module):
         self._ops = ops
         self._drafts = drafts
 
+    @property
+    def has_split_head(self) -> bool:
+        """Whether it pays to look at candidates only."""
+        return self._model.has_split_head
+
     def forward(self, slots: Tensor, lengths: tuple[int, ...], num_candidates: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """``slots`` [B] -> what was drawn [B, W], how many of it stand [B], and the logits [B, W, V] behind it.
 

@@ -51,10 +51,14 @@ class Decoder:
         """A sequence decodes from now on (see ``DecodeState.seat``)."""
         self._state.seat(self._group.row(state.slot), state, final if self._num_drafts else None)
 
-    def step(self, states: Sequence[SlotState], num_seqs: int) -> tuple[SlotOutput, ...]:
-        """One step of these sequences; what stands of their windows. ``num_seqs``: what the fullest group has."""
+    def step(self, states: Sequence[SlotState], num_seqs: int, *, num_candidates: int = 0) -> tuple[SlotOutput, ...]:
+        """One step of these sequences; what stands of their windows. ``num_seqs``: what the fullest group has.
+
+        ``num_candidates``: see ``sampler.drawn``.
+        """
         lengths = tuple(state.num_tokens + self._num_drafts for state in states)
-        drawn, counts, logits = self.forms.run([self._group.row(state.slot) for state in states], lengths, num_seqs)
+        rows = [self._group.row(state.slot) for state in states]
+        drawn, counts, logits = self.forms.run(rows, lengths, num_seqs=num_seqs, num_candidates=num_candidates)
         outputs = []
         for row, (state, tokens, count) in enumerate(zip(states, drawn.tolist(), counts.tolist(), strict=True)):
             state.num_tokens += count

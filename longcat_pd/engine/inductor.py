@@ -36,8 +36,8 @@ Place = tuple[dict[str, Any], str]
 Form = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def compiled(step: nn.Module, num_seqs: int, entry: CacheEntry) -> tuple[Form, bool]:
-    """``step(slots, ())`` for ``num_seqs`` slots as one graph, and whether it had to be compiled.
+def compiled(step: nn.Module, num_seqs: int, num_candidates: int, entry: CacheEntry) -> tuple[Form, bool]:
+    """``step(slots, (), num_candidates)`` for ``num_seqs`` slots as one graph, and whether it had to be compiled.
 
     Raises:
         ConfigError: there is no C++ compiler, or the cache's folder cannot be written.
@@ -52,7 +52,8 @@ def compiled(step: nn.Module, num_seqs: int, entry: CacheEntry) -> tuple[Form, b
             entry.probe()
             shutil.rmtree(folder)  # parts of a graph that is no good
             folder.mkdir()
-            graph = _compile(step, places, [*tensors, torch.zeros(num_seqs, dtype=torch.int64)])
+            example = [*tensors, torch.zeros(num_seqs, dtype=torch.int64)]
+            graph = _compile(step, places, example, num_candidates)
             graph.save(path=str(folder / _GRAPH), format="binary")
             entry.pack(folder)
         else:
@@ -65,10 +66,10 @@ def compiled(step: nn.Module, num_seqs: int, entry: CacheEntry) -> tuple[Form, b
     return run, is_new
 
 
-def _compile(step: nn.Module, places: list[Place], example: list[Any]) -> CompiledArtifact:
+def _compile(step: nn.Module, places: list[Place], example: list[Any], num_candidates: int) -> CompiledArtifact:
     def flat(*tensors: Tensor) -> object:
         with _placed(places, tensors[:-1]):
-            return step(tensors[-1], ())
+            return step(tensors[-1], (), num_candidates)
 
     with torch.no_grad():
         graph = make_fx(flat, tracing_mode="fake")(*example)

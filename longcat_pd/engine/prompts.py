@@ -12,7 +12,7 @@ import torch
 
 from longcat_pd.engine.inputs import InputsBuilder
 from longcat_pd.engine.rank_model import RankModel
-from longcat_pd.engine.sampler import SamplingRows, sample
+from longcat_pd.engine.sampler import SamplingRows, drawn
 from longcat_pd.engine.slots import Load, SlotState, Span
 from longcat_pd.models.batch import Rows
 from longcat_pd.parallel.collectives import PendingSend
@@ -21,7 +21,7 @@ from longcat_pd.parallel.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The token behind a prompt, the logits [1, V] that it was drawn from and the hidden state [1, hidden] behind these."""
+    """The token behind a prompt, its logits (see ``sampler.drawn``) and the hidden state [1, hidden] behind these."""
 
     state: SlotState
     token_id: int
@@ -46,10 +46,13 @@ class PromptStage:
         )
         self._sending: PendingSend | None = None
 
-    def compute(self, spans: Sequence[Span], load: Load, on_layer: Callable[[int], None] | None) -> list[FirstToken]:
+    def compute(
+        self, spans: Sequence[Span], load: Load, on_layer: Callable[[int], None] | None, *, num_candidates: int = 0
+    ) -> list[FirstToken]:
         """One step of these rows of this group; the tokens behind prompts that end, on the last stage.
 
-        All groups take part, also with what they have no rows for: ``load`` says what the others have.
+        All groups take part, also with what they have no rows for: ``load`` says what the others have. ``num_candidates``:
+        see ``sampler.drawn``.
         """
         inputs, pp = self._inputs.build(spans, load), self._mesh.axis("pp")
         hidden = self._received(len(inputs.token_ids)) if pp.rank else None
@@ -62,18 +65,27 @@ class PromptStage:
         if not any(load.outputs):
             return []
         final = self._loaded.model.final(hidden, inputs)
-        return self._drawn(final, inputs.outputs, [span.state for span in spans if span.wants_token])
+        states = [span.state for span in spans if span.wants_token]
+        return self._drawn(final, inputs.outputs, states=states, num_candidates=num_candidates)
 
     def close(self) -> None:
         """Lets the last message to the next stage leave."""
         if self._sending is not None:
             self._sending.wait()
 
-    def _drawn(self, final: torch.Tensor, rows: Rows, states: Sequence[SlotState]) -> list[FirstToken]:
-        logits = self._loaded.model.logits(final, rows)
-        rules = SamplingRows.of([state.sampling for state in states], logits.device)
-        places = torch.tensor([state.num_tokens for state in states], dtype=torch.int64, device=logits.device)
-        tokens: list[int] = sample(logits, rules, places, self._loaded.ops).tolist()
+    def _drawn(
+        self, final: torch.Tensor, at: Rows, *, states: Sequence[SlotState], num_candidates: int
+    ) -> list[FirstToken]:
+        ids, logits = drawn(
+            self._loaded.model,
+            final,
+            at,
+            rows=SamplingRows.of([state.sampling for state in states], final.device),
+            positions=torch.tensor([state.num_tokens for state in states], dtype=torch.int64, device=final.device),
+            num_candidates=num_candidates,
+            ops=self._loaded.ops,
+        )
+        tokens: list[int] = ids.tolist()
         for state, token in zip(states, tokens, strict=True):
             state.append(token)
         return [

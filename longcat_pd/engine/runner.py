@@ -7,7 +7,7 @@ the shape that the steps of all groups have together.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,12 +22,13 @@ from longcat_pd.engine.plan import (
     RankReady,
     Segment,
     SlotOutput,
+    SlotSampling,
     StepOutput,
     StepPlan,
 )
 from longcat_pd.engine.prompts import FirstToken, PromptStage
 from longcat_pd.engine.rank_model import RankModel, load_rank_model
-from longcat_pd.engine.slots import GroupSlots, SlotState, Span
+from longcat_pd.engine.slots import GroupSlots, SlotState, Span, candidates_wanted
 from longcat_pd.engine.speculative import MakeDrafts, ModelDrafts
 from longcat_pd.kv_transfer.sides import ArrivalSide, PushSide
 from longcat_pd.parallel.mesh import Mesh
@@ -69,6 +70,7 @@ class ModelRunner:
             Decoder(spec, mesh, loaded=self._loaded, group=self._group, make_drafts=make_drafts) if can_decode else None
         )
         self._slots: dict[int, SlotState] = {}
+        self._rules: dict[int, SlotSampling] = {}  # of the slots of all groups
         self._live: Counter[int] = Counter()  # blocks of slots, by how many slots have them
         self._last_step = 0
 
@@ -115,6 +117,7 @@ class ModelRunner:
             self._retire(self._slots.pop(slot))
         self._handover.apply(plan)
         for admit in plan.admit:
+            self._rules[admit.slot] = admit.sampling
             if self._group.is_own(admit.slot):
                 self._admit(admit)
         with torch.inference_mode():
@@ -163,13 +166,24 @@ class ModelRunner:
 
     def _prefill(self, segments: Sequence[Segment]) -> tuple[SlotOutput, ...]:
         spans = [Span.of(s, self._slots[s.slot]) for s in segments if self._group.is_own(s.slot)]
-        firsts = self._prompts.compute(spans, self._group.load(segments), self._handover.layer_hook(spans))
+        firsts = self._prompts.compute(
+            spans,
+            self._group.load(segments),
+            self._handover.layer_hook(spans),
+            num_candidates=self._candidates(s.slot for s in segments if s.is_last),
+        )
         return tuple(self._started(first) for first in firsts)
 
     def _decode(self, segments: Sequence[Segment]) -> tuple[SlotOutput, ...]:
         assert self._decoder is not None, "a decode segment at a rank that computes prompts only"
         states = [self._slots[s.slot] for s in segments if self._group.is_own(s.slot)]
-        return self._decoder.step(states, self._group.most_seqs(segments))
+        num_candidates = self._candidates(segment.slot for segment in segments)
+        return self._decoder.step(states, self._group.most_seqs(segments), num_candidates=num_candidates)
+
+    def _candidates(self, slots: Iterable[int]) -> int:
+        """The same on all ranks, whose logits meet. Of a whole head all logits are here anyhow."""
+        is_split = self._loaded.model.has_split_head
+        return candidates_wanted(self._rules[slot] for slot in slots) if is_split else 0
 
     def _started(self, first: FirstToken) -> SlotOutput:
         """A prompt is computed: its sequence decodes here, or where its cache goes."""

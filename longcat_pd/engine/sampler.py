@@ -6,7 +6,7 @@ is keyed by (seed, choice, position) alone, the order of everything is by token 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,6 @@ from longcat_pd.engine.plan import SlotSampling
 from longcat_pd.kernels.ops import Ops
 from longcat_pd.models.batch import Rows
 from longcat_pd.models.causal_lm import CausalLM
-
-MAX_CANDIDATES = 64  # of each part of a split head; a larger ``top_k`` looks at all logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +61,6 @@ def sample(logits: torch.Tensor, rows: SamplingRows, positions: torch.Tensor, op
     return ops.draw(logits, temperature=rows.temperature, top_k=rows.top_k, top_p=rows.top_p, uniform=uniform)
 
 
-def candidates_wanted(rules: Iterable[SlotSampling]) -> int:
-    """Among how many of the best ids of a row its token is to be found, whichever of these rules it has; 0: among all.
-
-    One of the few numbers that a step is made for. Log-probs need the logits of all ids.
-    """
-    most = 1
-    for rule in rules:
-        if rule.num_logprobs is not None:
-            return 0
-        if rule.temperature > 0.0:
-            if not 0 < rule.top_k <= MAX_CANDIDATES:
-                return 0
-            most = MAX_CANDIDATES
-    return most
-
-
 def drawn(
     model: CausalLM,
     final: torch.Tensor,
@@ -91,7 +73,7 @@ def drawn(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids [R] behind final hidden states [R, hidden], and their logits [R, V]; [R, 0] where only candidates are looked at.
 
-    ``num_candidates``: see ``candidates_wanted``. Where the head is split, only these travel.
+    ``num_candidates``: see ``slots.candidates_wanted``. Where the head is split, only these travel.
     """
     if not num_candidates:
         logits = model.logits(final, at)

@@ -19,6 +19,8 @@ from longcat_pd.kv_transfer.messages import Push
 
 Int64s = npt.NDArray[np.int64]
 
+MAX_CANDIDATES = 64  # of each part of a split head; a larger ``top_k`` looks at all logits
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -123,3 +125,19 @@ class Span:
     def num_blocks(self) -> int:
         """Blocks that hold the tokens before ``end``."""
         return self.state.split.num_blocks(self.end)
+
+
+def candidates_wanted(rules: Iterable[SlotSampling]) -> int:
+    """Among how many of the best ids of a row its token is to be found, whichever of these rules it has; 0: among all.
+
+    One of the few numbers that a step is made for. Log-probs need the logits of all ids.
+    """
+    most = 1
+    for rule in rules:
+        if rule.num_logprobs is not None:
+            return 0
+        if rule.temperature > 0.0:
+            if not 0 < rule.top_k <= MAX_CANDIDATES:
+                return 0
+            most = MAX_CANDIDATES
+    return most

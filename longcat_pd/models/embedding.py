@@ -85,9 +85,9 @@ class LmHead(nn.Module):
         if count == 1:
             best = logits.argmax(-1, keepdim=True)
         else:
-            best = logits.sort(-1, descending=True, stable=True).indices[:, :count].sort(-1).values
+            best = logits.sort(dim=-1, descending=True, stable=True).indices[:, :count].sort(-1).values
         found = torch.cat((logits.gather(1, best).view(torch.int32), (best + self._own.start).int()), 1)
-        values, ids = self._exchange.joined(found, rows).view(len(final), -1, 2, count).unbind(2)
+        values, ids = self._exchange.joined(found, rows).view(len(final), self._exchange.group.size, 2, count).unbind(2)
         return values.flatten(1).contiguous().view(torch.float32), ids.flatten(1).long()
 
     def best(self, final: Tensor, rows: Rows) -> Tensor:

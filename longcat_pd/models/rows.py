@@ -87,7 +87,7 @@ class RowExchange:
             return self.group.all_gather(columns, dim=1)
         size, share = self.group.size, rows.share
         by_rank = self.group.all_to_all(padded(columns, size * share))
-        return self.shares.give(by_rank.view(size, share, -1).transpose(0, 1).flatten(1), rows)
+        return self.shares.give(by_rank.view(size, share, columns.shape[1]).transpose(0, 1).flatten(1), rows)
 
     def meets(self, rows: Rows) -> bool:
         """Whether ranks hand in shares, because no rank has all rows that the group computes."""

@@ -28,11 +28,14 @@ SHAPE = DecodeShape(num_slots=SLOTS, num_columns=4, block_size=8, num_drafts=3, 
 class Step:
     """Says the numbers of its slots."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_split_head: bool = False) -> None:
+        self.has_split_head = has_split_head
+        self.num_candidates: list[int] = []
         self.state = SimpleNamespace(padding=SLOTS, padding_length=5, shape=SHAPE, num_tokens=torch.zeros(SLOTS + 1))
         self.calls: list[tuple[list[int], tuple[int, ...]]] = []
 
-    def __call__(self, slots: Tensor, lengths: tuple[int, ...]) -> Found:
+    def __call__(self, slots: Tensor, lengths: tuple[int, ...], num_candidates: int = 0) -> Found:
+        self.num_candidates.append(num_candidates)
         self.calls.append((slots.tolist(), lengths))
         rows = slots.view(-1, 1)
         return rows.expand(-1, WINDOW), slots, rows.unsqueeze(2).expand(-1, WINDOW, VOCAB).float()
@@ -45,19 +48,23 @@ class Compiler:
         self.stored = stored
         self.asked: list[tuple[int, CacheEntry]] = []
 
-    def __call__(self, step: Any, num_seqs: int, entry: CacheEntry) -> tuple[Callable[[Tensor], Found], bool]:
+    def __call__(
+        self, step: Any, num_seqs: int, num_candidates: int, entry: CacheEntry
+    ) -> tuple[Callable[[Tensor], Found], bool]:
         self.asked.append((num_seqs, entry))
 
         def form(slots: Tensor) -> Found:
             assert len(slots) == num_seqs, "a graph has one size"
-            return step(slots, ())
+            return step(slots, (), num_candidates)
 
         return form, num_seqs not in self.stored
 
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[StepForms, Step]]:
-    def made(compiler: Compiler, *buckets: int, spec: RankSpec | None = None, **facts: str) -> tuple[StepForms, Step]:
+    def made(
+        compiler: Compiler, *buckets: int, spec: RankSpec | None = None, has_split_head: bool = False, **facts: str
+    ) -> tuple[StepForms, Step]:
         module = ModuleType("fake_compiler")
         module.compiled = compiler  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "fake_compiler", module)
@@ -65,7 +72,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple
         spec = spec or rank_specs(tmp_path, ParallelConfig())[0]
         mode = "inductor" if buckets else "eager"
         spec = with_engine(spec, exe_mode=mode, buckets=buckets, compile_cache=str(tmp_path))
-        step = Step()
+        step = Step(has_split_head)
         return StepForms(step, spec, {"model": "m", "dtype": "float32", **facts}), step  # type: ignore[arg-type]
 
     return made
@@ -77,7 +84,7 @@ Make = Callable[..., tuple[StepForms, Step]]
 def test_eager_mode_takes_every_batch_as_it_is(make: Make) -> None:
     compiler = Compiler()
     forms, step = make(compiler)
-    drawn, counts, logits = forms.run([3, 1, 2], (9, 8, 7), 3)
+    drawn, counts, logits = forms.run([3, 1, 2], (9, 8, 7), num_seqs=3)
     assert step.calls == [([3, 1, 2], (9, 8, 7))]
     assert counts.tolist() == [3, 1, 2] and drawn.shape == (3, WINDOW) and logits.shape == (3, WINDOW, VOCAB)
     assert compiler.asked == [] and forms.num_compilations == 0
@@ -89,7 +96,7 @@ def test_eager_mode_takes_every_batch_as_it_is(make: Make) -> None:
 def test_a_batch_is_padded_to_the_next_size_and_the_padding_cut_off(make: Make, count: int, size: int) -> None:
     forms, step = make(Compiler(), 1, 4, SLOTS)
     slots = list(range(count))[::-1]
-    drawn, counts, logits = forms.run(slots, (9,) * count, count)
+    drawn, counts, logits = forms.run(slots, (9,) * count, num_seqs=count)
     ((asked, lengths),) = step.calls
     assert asked == slots + [SLOTS] * (size - count) and lengths == ()
     assert counts.tolist() == slots
@@ -99,15 +106,15 @@ def test_a_batch_is_padded_to_the_next_size_and_the_padding_cut_off(make: Make, 
 
 def test_a_group_with_fewer_takes_part_in_the_size_of_the_fullest(make: Make) -> None:
     forms, step = make(Compiler(), 1, 4, SLOTS)
-    drawn, counts, logits = forms.run([2], (9,), 3)
+    drawn, counts, logits = forms.run([2], (9,), num_seqs=3)
     assert step.calls == [([2, *[SLOTS] * 3], ())] and counts.tolist() == [2]
-    drawn, counts, logits = forms.run([], (), SLOTS - 1)
+    drawn, counts, logits = forms.run([], (), num_seqs=SLOTS - 1)
     assert step.calls[1:] == [([SLOTS] * SLOTS, ())]
     assert (len(drawn), len(counts), len(logits)) == (0, 0, 0)
     forms, step = make(Compiler())
-    drawn, counts, logits = forms.run([2], (9,), 3)
+    drawn, counts, logits = forms.run([2], (9,), num_seqs=3)
     assert step.calls == [([2, SLOTS, SLOTS], (9, 5, 5))] and counts.tolist() == [2] and len(drawn) == len(logits) == 1
-    drawn, counts, logits = forms.run([], (), 2)
+    drawn, counts, logits = forms.run([], (), num_seqs=2)
     assert step.calls[1:] == [([SLOTS, SLOTS], (5, 5))]
     assert (len(drawn), len(counts), len(logits)) == (0, 0, 0)
 
@@ -117,7 +124,7 @@ def test_all_sizes_are_compiled_before_the_first_step_and_none_later(make: Make)
     forms, _ = make(compiler, SLOTS, 1, 4)
     assert [size for size, _ in compiler.asked] == [1, 4, SLOTS] and forms.num_compilations == 3
     for count in (1, 7, 2, SLOTS, 3):
-        forms.run(list(range(count)), (), count)
+        forms.run(list(range(count)), (), num_seqs=count)
     assert len(compiler.asked) == 3 and forms.num_compilations == 3
 
 
@@ -168,3 +175,22 @@ def test_the_shape_of_the_state_is_a_fact(make: Make, monkeypatch: pytest.Monkey
     one = entry(make, spec)
     monkeypatch.setattr(sys.modules[__name__], "SHAPE", replace(SHAPE, num_drafts=2))
     assert entry(make, spec).path != one.path
+
+
+def test_a_split_head_has_one_more_form_for_those_who_take_the_best(make: Make) -> None:
+    compiler = Compiler()
+    forms, step = make(compiler, 4, 16, has_split_head=True)
+    assert [(num_seqs, "best" in entry.name) for num_seqs, entry in compiler.asked] == [
+        (4, False),
+        (4, True),
+        (16, False),
+        (16, True),
+    ]
+    assert forms.num_compilations == 4 and len({entry.name for _, entry in compiler.asked}) == 4
+    for wanted in (1, 0, 64):  # of more candidates than one a graph looks at all logits
+        forms.run([2], (9,), num_seqs=1, num_candidates=wanted)
+    assert step.num_candidates == [1, 0, 0]
+    eager, step = make(Compiler(), has_split_head=True)
+    for wanted in (1, 0, 64):
+        eager.run([2], (9,), num_seqs=1, num_candidates=wanted)
+    assert step.num_candidates == [1, 0, 64]
