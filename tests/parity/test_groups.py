@@ -118,6 +118,7 @@ def check(path: Path, parallel: ParallelConfig, num_drafts: int = 0, **engine: A
     specs = rank_specs(path, parallel, num_blocks=NUM_BLOCKS, num_drafts=num_drafts)
     by_rank = on_ranks([with_engine(spec, **engine) for spec in specs], traced, plans)
     assert all(calls == by_rank[0][1] for _, calls in by_rank), "groups do not step alike"
+    check_collectives([found for found, _ in by_rank], layout)
     ranks_each = parallel.world_size // 2
     first = 0
     for places, steps in zip(PLACES, rounds, strict=True):
@@ -136,6 +137,20 @@ def check(path: Path, parallel: ParallelConfig, num_drafts: int = 0, **engine: A
             assert begun is not None and begun.slots_used == places.count(str(rank // ranks_each))
             assert begun.slots_total == SLOTS and bool(begun.blocks_live) == bool(begun.slots_used)
             assert ended is not None and (ended.blocks_live, ended.slots_used) == (0, 0)
+
+
+def check_collectives(by_rank: Sequence[Sequence[StepOutput]], layout: ParallelLayout) -> None:
+    """After every plan all ranks have entered the same collectives in the same order, whatever their groups had to do.
+
+    Only inside a group a long context may want one more (its ranks bring their candidates together).
+    """
+    for outputs in zip(*by_rank, strict=True):
+        entered = [{one.axis: one for one in output.accounts.collectives} for output in outputs if output.accounts]
+        assert len(entered) == layout.world_size
+        for axis in {name for found in entered for name in found}:
+            groups = layout.groups("kvp") if axis == "kvp" else [tuple(range(layout.world_size))]
+            for ranks in groups:
+                assert len({entered[rank].get(axis) for rank in ranks}) == 1, (axis, outputs[0].step_id)
 
 
 LAYOUTS = {

@@ -9,6 +9,7 @@ import pytest
 
 from longcat_pd.config.schema import ParallelConfig
 from tests.parity.conftest import MakeCheckpoint
+from tests.parity.test_groups import check
 from tests.parity.test_ranks import NUM_DECODED, check_equal
 
 CP = {"cp_size": 2}
@@ -30,3 +31,45 @@ DISPATCHES = [{"moe_dispatch": "gather"}, {"moe_dispatch": "all_to_all"}, {"moe_
 def test_experts_of_four_ranks(tiny: MakeCheckpoint, base: dict[str, int], dispatch: dict[str, Any]) -> None:
     parallel = ParallelConfig(**base, ep_size=4, **dispatch)
     check_equal(tiny("2.0"), parallel, 0 if "cp_size" in base else NUM_DECODED)
+
+
+GROUPS = {"dp_size": 2, "kvp_size": 2, "attn_tp_size": 2}
+WHOLE = {"dp_size": 2, "attn_tp_size": 2}  # every rank of a group has the whole cache; prompts are sequence parallel
+TABLES = {"embed_tp_size": 4, "ngram_embed_tp_size": 4, "lmhead_tp_size": 4}
+GROUPED: dict[str, dict[str, Any]] = {
+    "gather": {**GROUPS, "ep_size": 4},
+    "all_to_all": {**GROUPS, "ep_size": 4, "moe_dispatch": "all_to_all"},
+    "two_level": {**GROUPS, "ep_size": 4, "moe_dispatch": "two_level", "node_size": 2},
+    "everything, over all groups": {**GROUPS, **TABLES, "ep_size": 4, "dense_tp_size": 4},
+    "everything, inside groups": {
+        **GROUPS,
+        "ep_size": 2,
+        "dense_tp_size": 2,
+        "lmhead_tp_size": 2,
+        "embed_tp_size": 2,
+        "moe_dispatch": "all_to_all",
+    },
+    "experts in parts": {**GROUPS, "moe_tp_size": 4, "dense_tp_size": 2},
+    "sequence parallel": {**WHOLE, **TABLES, "ep_size": 4, "moe_dispatch": "all_to_all"},
+    "sequence parallel, all split": {**WHOLE, **TABLES, "moe_tp_size": 4, "dense_tp_size": 4},
+    "sequence parallel, inside groups": {**WHOLE, "ep_size": 2, "dense_tp_size": 2, "embed_tp_size": 2},
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups(tiny: MakeCheckpoint, name: str) -> None:
+    """Groups with uneven loads, one of them idle or full (see ``check``)."""
+    check(tiny("2.0+predictable"), ParallelConfig(**GROUPED[name]), 3 if "everything" in name else 0)
+
+
+def test_the_layout_of_lite(tiny: MakeCheckpoint) -> None:
+    """Attention TP 4 x DP 2, dense MLPs whole, experts, n-gram tables and head over all eight ranks."""
+    parallel = ParallelConfig(
+        dp_size=2,
+        attn_tp_size=4,
+        ep_size=4,
+        ngram_embed_tp_size=8,
+        lmhead_tp_size=8,
+        moe_dispatch="all_to_all",
+    )
+    check(tiny("lite"), parallel)
