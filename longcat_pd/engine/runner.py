@@ -106,6 +106,7 @@ class ModelRunner:
             collectives=tuple(
                 AxisCollectives(axis=axis, count=traffic.num_collectives, digest=traffic.digest)
                 for axis, traffic in list(self._mesh.traffic.axes.items())
+                if traffic.num_collectives  # and not messages alone
             ),
         )
 
