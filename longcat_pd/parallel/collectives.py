@@ -170,7 +170,8 @@ class AxisGroup:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # one element is contiguous whatever its stride
+    """Of a contiguous tensor; one of a single element may still have any stride, which a view of bytes does not take."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def _exchange_shapes(parts: list[torch.Tensor], group: str, rank: int, axis: str, kind: str) -> torch.Tensor:

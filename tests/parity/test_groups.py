@@ -1,7 +1,7 @@
 """Groups of ranks with sequences of their own, in lockstep: the tokens of a single process, whatever the others have to do.
 
 Every rank is given the same plans. What a group computes must not depend on the other, and the steps of all groups must be
-calls in one order with equal shares of rows: what joins groups later relies on nothing else.
+calls in one order with equal shares of rows: modules that are split over several groups rely on nothing else.
 """
 
 from __future__ import annotations
@@ -157,6 +157,10 @@ LAYOUTS = {
     "dp2": ParallelConfig(dp_size=2),
     "dp2-kvp2": ParallelConfig(dp_size=2, kvp_size=2, attn_tp_size=2),
     "dp2-whole2": ParallelConfig(dp_size=2, attn_tp_size=2),
+    "dp2-joined": ParallelConfig(dp_size=2, ep_size=2, dense_tp_size=2, embed_tp_size=2, lmhead_tp_size=2),
+    "dp2-kvp2-joined": ParallelConfig(
+        dp_size=2, kvp_size=2, attn_tp_size=2, dense_tp_size=2, ep_size=4, embed_tp_size=4, lmhead_tp_size=4
+    ),
 }
 
 
