@@ -67,9 +67,9 @@ def test_the_layout_of_lite(tiny: MakeCheckpoint) -> None:
     parallel = ParallelConfig(
         dp_size=2,
         attn_tp_size=4,
-        ep_size=4,
+        ep_size=8,
         ngram_embed_tp_size=8,
         lmhead_tp_size=8,
         moe_dispatch="all_to_all",
     )
-    check(tiny("lite"), parallel)
+    check(tiny("lite", "n_routed_experts=16"), parallel)

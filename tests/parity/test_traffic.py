@@ -1,16 +1,24 @@
-"""Bytes on the wire of a mixture of experts, counted and computed; and what crosses nodes of each way to dispatch."""
+"""Bytes on the wire, counted and computed: of a mixture of experts by each dispatch, across nodes, of a decode step."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
+from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import ParallelConfig, RankSpec
+from longcat_pd.engine.plan import Segment, StepPlan
+from longcat_pd.engine.runner import ModelRunner
+from longcat_pd.kv_cache.block_pool import GroupPool
 from longcat_pd.models.batch import Rows
 from longcat_pd.parallel.mesh import Mesh
-from tests.parity.gloo import on_ranks, rank_specs
+from tests.parity.conftest import MakeCheckpoint
+from tests.parity.gloo import BLOCK_SIZE, on_ranks, rank_specs
 from tests.parity.test_experts import HIDDEN, ROUTED, draw_rows, experts, weights_of
+from tests.slots import GREEDY, admit
 
 NOWHERE = Path("/nonexistent")
 RANKS, TOPK, NUM_ROWS = 4, 4, 6
@@ -83,3 +91,58 @@ def only_zero(spec: RankSpec, mesh: Mesh) -> dict[str, int]:
     with torch.inference_mode():
         made(draw_rows(NUM_ROWS, mesh.rank), Rows(NUM_ROWS, NUM_ROWS))
     return {axis: found.sent_bytes for axis, found in mesh.traffic.axes.items()}
+
+
+# -- a whole decode step of D(dp 2, kvp 2, ep 4)
+
+STEP = ParallelConfig(dp_size=2, kvp_size=2, attn_tp_size=2, dense_tp_size=2, ep_size=4, embed_tp_size=2, lmhead_tp_size=4)
+GROUP, ALL = 2, 4  # ranks that share rows; ranks that share experts and the head
+
+
+def step_bytes(spec: RankSpec, mesh: Mesh, num_logprobs: int | None) -> dict[str, int]:
+    """Bytes that a rank sends by axis in one decode step."""
+    runner = ModelRunner(spec, mesh)
+    pools = [GroupPool(group, GROUP, spec.instance.engine.num_blocks) for group in range(2)]
+    # two of the first group, one of the second, whose batch is padded
+    slots = (0, 1, spec.instance.engine.max_num_seqs // 2)
+    sampling = replace(GREEDY, num_logprobs=num_logprobs)
+    admits = tuple(
+        admit(pools[int(slot > 1)], slot, [5 + slot, 6, 7, 8], block_size=BLOCK_SIZE, room=4, sampling=sampling)
+        for slot in slots
+    )
+    prompts = tuple(Segment(slot=slot, start=0, num_tokens=4, is_last=True) for slot in slots)
+    windows = tuple(Segment(slot=slot, start=-1, num_tokens=1, is_last=True) for slot in slots)
+    runner.execute(StepPlan(step_id=1, phase="prefill", admit=admits, segments=prompts))
+    before = sent_by(mesh)
+    runner.execute(StepPlan(step_id=2, phase="decode", segments=windows))
+    after = sent_by(mesh)
+    return {axis: after[axis] - before[axis] for axis in after}
+
+
+def sent_by(mesh: Mesh) -> dict[str, int]:
+    return {axis: found.sent_bytes for axis, found in mesh.traffic.axes.items()}
+
+
+@pytest.mark.parametrize("num_logprobs", [None, 0])
+def test_a_decode_step(tiny: MakeCheckpoint, num_logprobs: int | None) -> None:
+    path = tiny("chat")
+    config = ModelConfig.load(path)
+    rows, share, hidden = 2, 1, config.hidden_size * 4
+    heads, latent, rope = config.num_attention_heads // GROUP, config.kv_lora_rank, config.qk_rope_head_dim
+    queries, partials = rows * heads * (latent + rope) * 4, rows * heads * (latent + 1) * 4
+    o_proj, dense, word = rows * hidden, rows * hidden, rows * hidden
+    experts = share * (hidden + 8 * config.moe_topk + hidden)
+    if num_logprobs is None:  # of each part of the vocabulary one logit and its id
+        parts, whole = share * 8, share * ALL * 8
+    else:
+        parts, whole = share * config.vocab_size // ALL * 4, share * config.vocab_size * 4
+    layers = config.num_layers
+    expected = {
+        "kvp": 2 * layers * (GROUP - 1) * (queries + partials),
+        "attn_tp": (GROUP - 1) * (layers * (2 * o_proj + share * hidden) + whole),
+        "dense_tp": 2 * layers * (GROUP - 1) * dense,
+        "ep": layers * (ALL - 1) * experts,
+        "embed_tp": (GROUP - 1) * word,
+        "lmhead_tp": (ALL - 1) * (share * hidden + parts),
+    }
+    assert on_ranks(rank_specs(path, STEP), step_bytes, num_logprobs) == [expected] * STEP.world_size
