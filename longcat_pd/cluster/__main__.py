@@ -165,7 +165,7 @@ def _services(cluster: ClusterConfig, url: str) -> Iterator[tuple[str, list[str]
 
 def _patience_s(cluster: ClusterConfig) -> float:
     """How long a start may take: a rank compiles its graphs one after the other before it is ready."""
-    graphs = max(len(pool.engine.buckets) for _, pool in pools(cluster))
+    graphs = max(pool.num_graphs for _, pool in pools(cluster))
     return START_S + graphs * COMPILE_S
 
 

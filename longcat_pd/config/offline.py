@@ -360,6 +360,7 @@ def _cluster(read: OfflineFile, parallel: ParallelConfig) -> ClusterConfig:
         max_num_batched_tokens=chunk,
         num_draft_tokens=part.next_n,
         exe_mode="inductor" if part.exe_mode == "inductor" else "eager",  # graphs of a device that is refused need no name
+        buckets=(slots,) if part.exe_mode == "inductor" else (),
         compile_cache=part.output_path and str(Path(part.output_path) / "compile_cache"),
         num_blocks=1 + slots * -(-blocks // parallel.kvp_size),
         prefix_cache=False,  # a prompt that is asked twice is to be measured twice

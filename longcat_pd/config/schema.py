@@ -107,6 +107,11 @@ class PoolConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     instances: tuple[InstanceConfig, ...] = ()
 
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that each rank compiles: of a split head one more for each size."""
+        return len(self.engine.buckets) * (1 + (self.parallel.lmhead_tp_size > 1))
+
 
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig:
