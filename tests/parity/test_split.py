@@ -3,13 +3,14 @@ embeddings, n-gram tables, the head; alone and together, in prefill and in decod
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from longcat_pd.config.schema import ParallelConfig
 from tests.parity.conftest import MakeCheckpoint
-from tests.parity.test_groups import check
+from tests.parity.test_groups import SLOTS, check
 from tests.parity.test_ranks import NUM_DECODED, check_equal
 
 CP = {"cp_size": 2}
@@ -59,7 +60,24 @@ GROUPED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", GROUPED)
 def test_groups(tiny: MakeCheckpoint, name: str) -> None:
     """Groups with uneven loads, one of them idle or full (see ``check``)."""
-    check(tiny("2.0+predictable"), ParallelConfig(**GROUPED[name]), 3 if "everything" in name else 0)
+    parallel, num_drafts = ParallelConfig(**GROUPED[name]), 3 if "everything" in name else 0
+    check(tiny("2.0+predictable"), parallel, num_drafts, has_logprobs="sequence" not in name)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_a_split_head_without_log_probs(tiny: MakeCheckpoint, num_drafts: int) -> None:
+    check(tiny("2.0+predictable"), ParallelConfig(dp_size=2, lmhead_tp_size=2), num_drafts, has_logprobs=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_logprobs", [False, True])
+def test_compiled(tiny: MakeCheckpoint, tmp_path: Path, has_logprobs: bool) -> None:
+    """One graph with all logits and one with the best only; each step takes one of them."""
+    parallel = ParallelConfig(
+        dp_size=2, ep_size=2, dense_tp_size=2, embed_tp_size=2, ngram_embed_tp_size=2, lmhead_tp_size=2
+    )
+    compiled = {"exe_mode": "inductor", "buckets": (SLOTS,), "compile_cache": str(tmp_path), "max_num_seqs": 2 * SLOTS}
+    check(tiny("2.0+predictable"), parallel, 3, has_logprobs=has_logprobs, **compiled)
 
 
 def test_the_layout_of_lite(tiny: MakeCheckpoint) -> None:
