@@ -77,6 +77,7 @@ class EngineConfig:
     buckets: tuple[int, ...] = ()  # sequences of a group that a compiled step has room for; resolved: 1 and all slots
     compile_cache: str = ""  # folder of compiled steps; "" is ~/.cache/longcat_pd/compiled
     num_blocks: int = 0  # blocks of each cache shard, block 0 included; resolved: on cpu what 256 MiB a rank hold
+    unfused: tuple[Literal["attention", "experts", "norms", "prolog"], ...] = ()  # slow twins instead, to compare with
     prefix_cache: bool = True  # prompts that begin alike share their leading blocks; the tokens do not depend on it
     max_queued_requests: int = 512
     queue_timeout_s: float = 60.0

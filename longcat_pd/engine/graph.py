@@ -49,6 +49,7 @@ class StepForms:
                 **facts,
                 "layout": f"{spec.instance.parallel} rank {spec.rank}",
                 "state": repr(step.state.shape),
+                "unfused": " ".join(sorted(engine.unfused)),
                 "cache": f"{engine.num_blocks} blocks of {engine.block_size}",
             }
             # configurations of one checkpoint keep their graphs side by side

@@ -10,7 +10,7 @@ import torch
 
 from longcat_pd import kernels
 from longcat_pd.config.model import ModelConfig
-from longcat_pd.config.schema import RankSpec
+from longcat_pd.config.schema import InstanceSpec, RankSpec
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.models.causal_lm import CausalLM
 from longcat_pd.models.checkpoint import checkpoint_digest, int8_modules, open_checkpoint
@@ -63,7 +63,7 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
     int8 = int8_modules(open_checkpoint(Path(instance.model.path))) if has_weights else frozenset()
     context = ModelContext(
         config=config,
-        ops=kernels.load(instance.device, exe_mode=instance.engine.exe_mode, is_steady=bool(int8)),
+        ops=_operators(instance, is_steady=bool(int8)),
         mesh=mesh,
         cache=cache,
         layers=layers,
@@ -92,6 +92,11 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
         memory=model.memory(cache),
         has_draft=has_draft,
     )
+
+
+def _operators(instance: InstanceSpec, *, is_steady: bool) -> kernels.Ops:
+    engine = instance.engine
+    return kernels.load(instance.device, exe_mode=engine.exe_mode, is_steady=is_steady, unfused=engine.unfused)
 
 
 def _data_type(name: str) -> torch.dtype:

@@ -6,7 +6,7 @@ Results are those of the reference table to the bit. Devices whose kernels take 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -17,8 +17,11 @@ from torch import Tensor
 from longcat_pd.kernels.node import node
 from longcat_pd.kernels.ops import MAX_ELEMENTS, Ops
 from longcat_pd.kernels.reference import steady_table, table
+from longcat_pd.kernels.unfused import unfused as with_twins
 
 Pair = tuple[Tensor, Tensor]
+
+_STEADY = "steady"
 
 
 class _Keys(NamedTuple):
@@ -29,27 +32,31 @@ class _Keys(NamedTuple):
     block_tables: Tensor
 
 
-def sealed(ops: Ops, *, is_steady: bool) -> Ops:
-    """``ops``, the reference table or its steady form, with the operators that look at their data sealed."""
+def sealed(ops: Ops, *, is_steady: bool, unfused: Collection[str] = ()) -> Ops:
+    """``ops``, the reference table or its steady form, with the operators that look at their data sealed.
+
+    ``unfused``: which of its parts are twins.
+    """
+    kind = " ".join((*[_STEADY][: int(is_steady)], *sorted(unfused)))
     return replace(
         ops,
         linear_int8=_linear_int8,
         index_candidates=_candidates,
-        paged_attention=partial(_paged, is_steady),
-        sparse_attention=partial(_sparse, is_steady),
-        grouped_experts=partial(_experts, is_steady),
+        paged_attention=partial(_paged, kind),
+        sparse_attention=partial(_sparse, kind),
+        grouped_experts=partial(_experts, kind),
         keyed_uniform=_keyed_uniform,
         draw=_drawn,
     )
 
 
-def _paged(is_steady: bool, q: Tensor, positions: Tensor, *, block_starts: Tensor, scale: float, **keys: Tensor) -> Pair:
-    found: Pair = _paged_attention(q, positions, [*_Keys(**keys)], block_starts, scale, is_steady)
+def _paged(kind: str, q: Tensor, positions: Tensor, *, block_starts: Tensor, scale: float, **keys: Tensor) -> Pair:
+    found: Pair = _paged_attention(q, positions, [*_Keys(**keys)], block_starts, scale, kind)
     return found
 
 
-def _sparse(is_steady: bool, q: Tensor, picked: Tensor, *, scale: float, **keys: Tensor) -> Pair:
-    found: Pair = _sparse_attention(q, picked, [*_Keys(**keys)], scale, is_steady)
+def _sparse(kind: str, q: Tensor, picked: Tensor, *, scale: float, **keys: Tensor) -> Pair:
+    found: Pair = _sparse_attention(q, picked, [*_Keys(**keys)], scale, kind)
     return found
 
 
@@ -68,7 +75,7 @@ def _candidates(
 
 
 def _experts(
-    is_steady: bool,
+    kind: str,
     x: Tensor,
     expert_ids: Tensor,
     *,
@@ -79,7 +86,7 @@ def _experts(
 ) -> Tensor:
     known = [scale for scale in (scales.get("gate_up_scale"), scales.get("down_scale")) if scale is not None]
     assert len(known) in (0, 2), "both matrices of an expert are int8, or none"
-    out: Tensor = _grouped_experts(x, expert_ids, weights, [gate_up, down, *known], is_steady)
+    out: Tensor = _grouped_experts(x, expert_ids, weights, [gate_up, down, *known], kind)
     return out
 
 
@@ -89,9 +96,16 @@ def _drawn(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor,
 
 
 @cache
-def _ops(is_steady: bool) -> Ops:
-    """Made once: a step asks a dozen times."""
-    return steady_table() if is_steady else table()
+def _ops(kind: str) -> Ops:
+    """Made once: a step asks a dozen times. ``kind``: a name for operators of a graph to carry; see ``sealed``."""
+    words = kind.split()
+    is_steady = _STEADY in words
+    return with_twins(steady_table() if is_steady else table(), words, is_steady=is_steady)
+
+
+def _sums(kind: str) -> torch.dtype:
+    """Of results that are added up later."""
+    return torch.float64 if _STEADY in kind.split() else torch.float32
 
 
 def _num_columns(block_starts: Tensor, positions: Tensor) -> int:
@@ -107,44 +121,42 @@ def _calls(elements_each: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]
 
 
 def _paged_attention_shapes(
-    q: Tensor, positions: Tensor, keys: list[Tensor], block_starts: Tensor, scale: float, is_steady: bool
+    q: Tensor, positions: Tensor, keys: list[Tensor], block_starts: Tensor, scale: float, kind: str
 ) -> Pair:
-    return _results(q, keys, is_steady)
+    return _results(q, keys, kind)
 
 
 @node(_paged_attention_shapes)
 def _paged_attention(
-    q: Tensor, positions: Tensor, keys: list[Tensor], block_starts: Tensor, scale: float, is_steady: bool
+    q: Tensor, positions: Tensor, keys: list[Tensor], block_starts: Tensor, scale: float, kind: str
 ) -> tuple[Tensor, Tensor]:
     where, columns = _Keys(*keys), _num_columns(block_starts, positions)
     elements = columns * where.latent.shape[1] * (q.shape[1] * q.shape[2] + q.shape[3])
     each = (q, positions, where.block_tables[:, :columns], block_starts[:, :columns])
-    attend, found = _ops(is_steady).paged_attention, list[Pair]()
+    attend, found = _ops(kind).paged_attention, list[Pair]()
     for part, at, tables, starts in _calls(elements, *each):
         cut = where._replace(block_tables=tables)
         found.append(attend(part, at, **cut._asdict(), block_starts=starts, scale=scale))
     return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
 
 
-def _sparse_attention_shapes(q: Tensor, picked: Tensor, keys: list[Tensor], scale: float, is_steady: bool) -> Pair:
-    return _results(q, keys, is_steady)
+def _sparse_attention_shapes(q: Tensor, picked: Tensor, keys: list[Tensor], scale: float, kind: str) -> Pair:
+    return _results(q, keys, kind)
 
 
 @node(_sparse_attention_shapes)
-def _sparse_attention(
-    q: Tensor, picked: Tensor, keys: list[Tensor], scale: float, is_steady: bool
-) -> tuple[Tensor, Tensor]:
+def _sparse_attention(q: Tensor, picked: Tensor, keys: list[Tensor], scale: float, kind: str) -> tuple[Tensor, Tensor]:
     where = _Keys(*keys)
     elements = q.shape[1] * picked.shape[2] * (q.shape[2] + q.shape[3])
     each = (q, picked, where.block_tables)
-    attend, found = _ops(is_steady).sparse_attention, list[Pair]()
+    attend, found = _ops(kind).sparse_attention, list[Pair]()
     for part, chosen, tables in _calls(elements, *each):
         found.append(attend(part, chosen, **where._replace(block_tables=tables)._asdict(), scale=scale))
     return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
 
 
-def _results(q: Tensor, keys: list[Tensor], is_steady: bool) -> tuple[Tensor, Tensor]:
-    sums, lead = torch.float64 if is_steady else torch.float32, q.shape[:3]
+def _results(q: Tensor, keys: list[Tensor], kind: str) -> tuple[Tensor, Tensor]:
+    sums, lead = _sums(kind), q.shape[:3]
     return q.new_empty((*lead, _Keys(*keys).latent.shape[-1]), dtype=sums), q.new_empty(lead, dtype=sums)
 
 
@@ -160,7 +172,7 @@ def _index_candidates(
     index_q: Tensor, weights: Tensor, keys: list[Tensor], high: Tensor, low: int, budget: int
 ) -> tuple[Tensor, Tensor]:
     index_cache, block_tables, block_starts = keys
-    find, columns = _ops(False).index_candidates, _num_columns(block_starts, high)
+    find, columns = _ops("").index_candidates, _num_columns(block_starts, high)
     elements = columns * index_cache.shape[1] * (index_q.shape[1] * index_q.shape[2] + index_cache.shape[2])
     each = (index_q, weights, block_tables[:, :columns], block_starts[:, :columns], high)
     found = [
@@ -170,17 +182,15 @@ def _index_candidates(
     return torch.cat([scores for scores, _ in found]), torch.cat([positions for _, positions in found])
 
 
-def _grouped_experts_shapes(
-    x: Tensor, expert_ids: Tensor, weights: Tensor, matrices: list[Tensor], is_steady: bool
-) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.float64 if is_steady else torch.float32)
+def _grouped_experts_shapes(x: Tensor, expert_ids: Tensor, weights: Tensor, matrices: list[Tensor], kind: str) -> Tensor:
+    return x.new_empty(x.shape, dtype=_sums(kind))
 
 
 @node(_grouped_experts_shapes)
-def _grouped_experts(x: Tensor, expert_ids: Tensor, weights: Tensor, matrices: list[Tensor], is_steady: bool) -> Tensor:
+def _grouped_experts(x: Tensor, expert_ids: Tensor, weights: Tensor, matrices: list[Tensor], kind: str) -> Tensor:
     gate_up, down, *scales = matrices
     names = dict(zip(("gate_up_scale", "down_scale"), scales, strict=False))
-    return _ops(is_steady).grouped_experts(x, expert_ids, weights=weights, gate_up=gate_up, down=down, **names)
+    return _ops(kind).grouped_experts(x, expert_ids, weights=weights, gate_up=gate_up, down=down, **names)
 
 
 def _linear_int8_shapes(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
@@ -190,7 +200,7 @@ def _linear_int8_shapes(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 @node(_linear_int8_shapes)
 def _linear_int8(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """Sealed because it asks the processor for its integer product."""
-    return _ops(False).linear_int8(x, weight, scale)
+    return _ops("").linear_int8(x, weight, scale)
 
 
 def _draw_shapes(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
@@ -199,7 +209,7 @@ def _draw_shapes(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tens
 
 @node(_draw_shapes)
 def _draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-    return _ops(False).draw(logits, temperature=temperature, top_k=top_k, top_p=top_p, uniform=uniform)
+    return _ops("").draw(logits, temperature=temperature, top_k=top_k, top_p=top_p, uniform=uniform)
 
 
 def _keyed_uniform_shapes(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
@@ -209,4 +219,4 @@ def _keyed_uniform_shapes(seeds: Tensor, choices: Tensor, positions: Tensor) -> 
 @node(_keyed_uniform_shapes)
 def _keyed_uniform(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
     """Sealed for another reason: every round uses its number twice, and a compiler that writes it out never ends."""
-    return _ops(False).keyed_uniform(seeds, choices, positions)
+    return _ops("").keyed_uniform(seeds, choices, positions)

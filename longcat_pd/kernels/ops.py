@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -86,6 +86,42 @@ class Store(Protocol):
     """Writes ``values`` [T, width] to the slots (block * block_size + offset) [T] of ``cache`` [N, block_size, width]."""
 
     def __call__(self, cache: Tensor, slots: Tensor, values: Tensor) -> None: ...
+
+
+class PrologWeights(NamedTuple):
+    """The matrices of an attention's front, [in, out], with H the heads that are computed, and its two norms.
+
+    ``down`` [hidden, q_rank + C + R]: queries, latents and rope parts of keys under each other in one matrix; ``q_up``
+    [q_rank, H (nope + R)], head by head; ``key_up`` [H, nope, C]; ``q_norm`` [q_rank], ``kv_norm`` [C].
+    """
+
+    down: Tensor
+    q_norm: Tensor
+    q_up: Tensor
+    key_up: Tensor
+    kv_norm: Tensor
+
+
+class MlaProlog(Protocol):
+    """All of a latent attention that comes before its keys are looked at.
+
+    ``x`` [T, hidden] goes down to query latents, latents and rope parts of keys. Latents, normed and times ``kv_scale``,
+    and rope parts, turned, go to ``slots`` of ``cache`` = (latents, rope parts), see Store. Query latents are normed and go
+    up to heads, whose nope parts are absorbed by ``key_up`` and whose rope parts are turned. ``rotation`` is that of Rope,
+    pairs interleaved; norms as RmsNorm. -> queries of the latents [T, H, C + R], and the normed query latents [T, q_rank].
+    """
+
+    def __call__(
+        self,
+        x: Tensor,
+        rotation: Tensor,
+        *,
+        weights: PrologWeights,
+        slots: Tensor,
+        cache: tuple[Tensor, Tensor],
+        eps: float,
+        kv_scale: float,
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class SelectPositions(Protocol):
@@ -242,6 +278,7 @@ class Ops:
     head_linear: HeadLinear
     rope: Rope
     store: Store
+    mla_prolog: MlaProlog
     select_positions: SelectPositions
     index_candidates: IndexCandidates
     paged_attention: PagedAttention

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
+from longcat_pd.kernels.ops import PrologWeights
 from longcat_pd.models.batch import ForwardInputs
 from longcat_pd.models.context import ModelContext
 from longcat_pd.models.indexer import Indexer
@@ -40,7 +40,6 @@ class Attention(nn.Module):
         self._kv_access = kv_access
         self._cache = context.cache
         heads = share_of(config.num_attention_heads, group)
-        self._num_heads = heads.stop - heads.start
         hidden, q_rank, kv_rank = config.hidden_size, config.q_lora_rank, config.kv_lora_rank
         kv_rows = kv_rank + config.qk_rope_head_dim
         own_q = slice(heads.start * config.qk_head_dim, heads.stop * config.qk_head_dim) if group.size > 1 else None
@@ -68,20 +67,20 @@ class Attention(nn.Module):
         ``keys`` is the selection of the attention before, used where this one owns no indexer; None: all visible keys.
         """
         x = self._whole(x, inputs)
-        q_lora = self._store(x, rotation, inputs)
+        q, q_lora = self._prolog(x, rotation, inputs)
         if self.indexer is not None:
             keys = self.indexer(x, q_lora, rotation=rotation, inputs=inputs)
-        return self._attend(q_lora, rotation, keys=keys, inputs=inputs), keys
+        return self._attend(q, keys=keys, inputs=inputs), keys
 
     def reuse(
         self, x: Tensor, rotation: Tensor, *, inputs: ForwardInputs, keys: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Like ``forward`` with a selection that was made for an earlier row: it, and the new row's own position."""
         x = self._whole(x, inputs)
-        q_lora = self._store(x, rotation, inputs)
+        q, _ = self._prolog(x, rotation, inputs)
         if keys is not None:
             keys = self._kv_access.with_own(keys, inputs)
-        return self._attend(q_lora, rotation, keys=keys, inputs=inputs), keys
+        return self._attend(q, keys=keys, inputs=inputs), keys
 
     def write(self, x: Tensor, rotation: Tensor, *, inputs: ForwardInputs) -> None:
         """Only the cache entries of the rows."""
@@ -101,28 +100,39 @@ class Attention(nn.Module):
         """An attention has all rows, whoever keeps them between attentions."""
         return self._exchange.spread(stream, inputs.rows)[: inputs.rows.num]
 
-    def _store(self, x: Tensor, rotation: Tensor, inputs: ForwardInputs) -> Tensor:
-        """Writes latents and rope parts; the normed query latents [T, q_lora_rank]."""
-        q_lora, latent, rope_key = self.down(x).split(
+    def _prolog(self, x: Tensor, rotation: Tensor, inputs: ForwardInputs) -> tuple[Tensor, Tensor]:
+        """Writes the cache entries; queries [T, own heads, C + R] and the normed query latents [T, q_lora_rank].
+
+        The factor sqrt(H / q_lora_rank) of the queries is part of the softmax scale.
+        """
+        weights = PrologWeights(self.down.weight, self.q_norm.weight, self.q_up.weight, self.kv_up.key, self.kv_norm.weight)
+        return self._ops.mla_prolog(
+            x,
+            rotation,
+            weights=weights,
+            slots=inputs.slot_mapping,
+            cache=self._entries(),
+            eps=self._config.lora_norm_eps,
+            kv_scale=self._config.kv_lora_scale,
+        )
+
+    def _store(self, x: Tensor, rotation: Tensor, inputs: ForwardInputs) -> None:
+        """Writes latents and rope parts."""
+        _, latent, rope_key = self.down(x).split(
             (self._config.q_lora_rank, self._config.kv_lora_rank, self._config.qk_rope_head_dim), -1
         )
-        latents, rope_keys = (self._cache.tensor(f"{part}.{self._attention}") for part in ("latent", "rope"))
+        latents, rope_keys = self._entries()
         self._ops.store(latents, inputs.slot_mapping, self.kv_norm(latent) * self._config.kv_lora_scale)
         self._ops.store(rope_keys, inputs.slot_mapping, self._ops.rope(rope_key, rotation, is_interleaved=True))
-        normed: Tensor = self.q_norm(q_lora)
-        return normed
 
-    def _attend(self, q_lora: Tensor, rotation: Tensor, *, keys: Tensor | None, inputs: ForwardInputs) -> Tensor:
-        q = self._queries(q_lora, rotation)
+    def _entries(self) -> tuple[Tensor, Tensor]:
+        """Latents and rope parts of this attention in the cache."""
+        return self._cache.tensor(f"latent.{self._attention}"), self._cache.tensor(f"rope.{self._attention}")
+
+    def _attend(self, q: Tensor, *, keys: Tensor | None, inputs: ForwardInputs) -> Tensor:
         latents = self._kv_access.attend(self._attention, q, keys=keys, inputs=inputs)
-        out: Tensor = self.o_proj(self.kv_up.values(latents.to(q_lora.dtype)), inputs.rows)
+        out: Tensor = self.o_proj(self.kv_up.values(latents.to(q.dtype)), inputs.rows)
         return out
-
-    def _queries(self, q_lora: Tensor, rotation: Tensor) -> Tensor:
-        """[T, own heads, C + R]. The factor sqrt(H / q_lora_rank) is part of the softmax scale."""
-        heads = self.q_up(q_lora).view(len(q_lora), self._num_heads, self._config.qk_head_dim)
-        nope, rope = heads.split((self._config.qk_nope_head_dim, self._config.qk_rope_head_dim), -1)
-        return torch.cat((self.kv_up.absorb(nope), self._ops.rope(rope, rotation, is_interleaved=True)), -1)
 
 
 class _HeadMaps(nn.Module):
@@ -138,10 +148,6 @@ class _HeadMaps(nn.Module):
         num_heads = heads.stop - heads.start
         self.key = empty_parameter(context, num_heads, config.qk_nope_head_dim, config.kv_lora_rank)
         self.value = empty_parameter(context, num_heads, config.kv_lora_rank, config.v_head_dim)
-
-    def absorb(self, nope: Tensor) -> Tensor:
-        """Queries [T, h, nope] as queries for latents [T, h, C]."""
-        return self._map(nope, self.key)
 
     def values(self, latents: Tensor) -> Tensor:
         """Weighted latents [T, h, C] as values of all heads side by side, [T, h * v]."""
