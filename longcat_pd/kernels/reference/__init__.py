@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from longcat_pd.kernels.ops import Ops
-from longcat_pd.kernels.reference import attention, indexer, int8, moe, ngram, norm, prolog, rows, sampling, steady
+from longcat_pd.kernels.reference import attention, indexer, int8, moe, ngram, norm, rows, sampling, steady
 
 
 def table() -> Ops:
@@ -22,7 +22,7 @@ def table() -> Ops:
         head_linear=rows.head_linear,
         rope=norm.rope,
         store=attention.store,
-        mla_prolog=prolog.prolog_with(norm.rms_norm, norm.rope),
+        mla_prolog=attention.prolog_with(norm.rms_norm, norm.rope),
         select_positions=indexer.select_positions,
         index_candidates=indexer.index_candidates,
         paged_attention=attention.paged_attention,
@@ -47,7 +47,7 @@ def steady_table() -> Ops:
         layer_norm=steady.layer_norm,
         swiglu=steady.swiglu,
         rope=steady.rope,
-        mla_prolog=prolog.prolog_with(steady.rms_norm, steady.rope),
+        mla_prolog=attention.prolog_with(steady.rms_norm, steady.rope),
         paged_attention=attention.wide(plain.paged_attention),
         sparse_attention=attention.wide(plain.sparse_attention),
         route_topk=steady.route_topk,
