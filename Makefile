@@ -1,10 +1,10 @@
-# check: format, lint, types, floors · test: everything that is not slow · parity, fault: all of their folder · bench: docs/benchmarks.md
+# check: format, lint, types, floors · test: everything that is not slow · parity, fault: all of their folder · bench: docs/benchmarks.md · bench-stages: the path of one decode step (WRITE=1: docs/benchmarks.md)
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/dev-installed
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q
 
-.PHONY: check test parity fault bench clean
+.PHONY: check test parity fault bench bench-stages clean
 
 $(STAMP): pyproject.toml
 	test -x $(PYTHON) || python3 -m venv $(VENV)
@@ -28,6 +28,9 @@ fault: $(STAMP)
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(PYTHON) -m longcat_pd.bench --write docs/benchmarks.md
+
+bench-stages: $(STAMP)
+	OMP_NUM_THREADS=1 $(PYTHON) -m longcat_pd.bench.stages $(if $(WRITE),--write docs/benchmarks.md)
 
 clean:
 	rm -rf .mypy_cache .ruff_cache .pytest_cache build dist

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -57,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rate_rows(folder, num_tokens=options.tokens),
         )
         rows = list(_told(chain.from_iterable(parts)))
-    figures = report.table(_machine(), rows)
+    figures = report.table(report.machine(), rows)
     sys.stdout.write(figures + "\n")
     if options.write:
         report.write(options.write, figures)
@@ -168,11 +166,6 @@ def _their_rate(judge: subprocess.Popen[str], order: str) -> float:
     judge.stdin.write(order + "\n")
     judge.stdin.flush()
     return float(judge.stdout.readline())
-
-
-def _machine() -> str:
-    python = f"Python {platform.python_version()}"
-    return f"{os.cpu_count()} cores ({platform.machine()}), {python}, float32, one torch thread a rank."
 
 
 if __name__ == "__main__":

@@ -7,22 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from longcat_pd.bench import client
+from longcat_pd.bench.driven import Driven, driven
 from longcat_pd.bench.report import Row
 from longcat_pd.clock import MonotonicClock
-from longcat_pd.config import resolve
-from longcat_pd.engine.driver import Engine
-from longcat_pd.engine.executor import ProcessExecutor, rank_specs
-from longcat_pd.engine.request import Request, SamplingParams
-from longcat_pd.metrics import Metrics
-from longcat_pd.server.launch import ForkedRanks
-from longcat_pd.wire import to_json
 
-RANK_ENTRY = "longcat_pd.engine.rank:main"
 PLANS = (1, 2)  # decode steps in flight: the driver reacts, the driver is ahead
 ROUNDS = 5
 LENGTH, NUM_TOKENS = 32, 64
@@ -57,13 +50,13 @@ async def _compared(model: Path, settings: Sequence[str], *, name: str, port: in
     rows = []
     async with AsyncExitStack() as stack:
         engines = [
-            await stack.enter_async_context(_engine(model, settings, port=port + 20 * plans, plans=plans))
+            await stack.enter_async_context(driven(model, settings, port=port + 20 * plans, decode_plans=plans))
             for plans in PLANS
         ]
         for batch in (1, 8):
             rates: list[list[float]] = [[] for _ in engines]
             for seed in range(1 + ROUNDS):
-                for (engine, _), found in zip(engines, rates, strict=True):
+                for engine, found in zip(engines, rates, strict=True):
                     found.append(await _rate(engine, batch=batch, seed=seed))
             before, after = [found[1:] for found in rates]
             rows.append(
@@ -74,7 +67,7 @@ async def _compared(model: Path, settings: Sequence[str], *, name: str, port: in
                     ratio=statistics.median(a / b for a, b in zip(after, before, strict=True)),
                 )
             )
-        (before_s, before_share), (after_s, after_share) = [exposed(m.render().decode()) for _, m in engines]
+        (before_s, before_share), (after_s, after_share) = [exposed(engine.metrics.render().decode()) for engine in engines]
         rows.append(
             Row(
                 what=f"driver time per step: total, exposed share, {name}",
@@ -87,46 +80,10 @@ async def _compared(model: Path, settings: Sequence[str], *, name: str, port: in
     return rows
 
 
-@asynccontextmanager
-async def _engine(model: Path, settings: Sequence[str], *, port: int, plans: int) -> AsyncIterator[tuple[Engine, Metrics]]:
-    spec = resolve.standalone(str(model), settings, host="127.0.0.1", port=port)
-    clock, metrics = MonotonicClock(), Metrics(role=spec.role, instance=spec.name)
-    ranks = rank_specs(spec, "bench")
-    processes = ForkedRanks(RANK_ENTRY, [to_json(rank) for rank in ranks], clock=clock)
-    engine = Engine(
-        spec.engine,
-        spec.parallel,
-        executor=ProcessExecutor(ranks, processes, config=spec.engine, clock=clock),
-        eos_token_ids=frozenset(),
-        clock=clock,
-        metrics=metrics,
-        decode_plans=plans,
-    )
-    await engine.start()
-    try:
-        yield engine, metrics
-    finally:
-        await engine.close()
-
-
-async def _rate(engine: Engine, *, batch: int, seed: int) -> float:
+async def _rate(engine: Driven, *, batch: int, seed: int) -> float:
     """Output tokens per second of ``batch`` requests that start together."""
+    prompts = [client.prompt(LENGTH, seed=seed * 1000 + number) for number in range(batch)]
     clock = MonotonicClock()
     began = clock.now()
-    requests = [
-        Request(
-            request_id=f"{seed}.{number}",
-            prompt_token_ids=tuple(client.prompt(LENGTH, seed=seed * 1000 + number)),
-            sampling=SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS),
-            deadline=began + 300.0,
-        )
-        for number in range(batch)
-    ]
-    counts = await asyncio.gather(*(_answered(engine, request) for request in requests))
-    return sum(counts) / (clock.now() - began)
-
-
-async def _answered(engine: Engine, request: Request) -> int:
-    async with engine.reserve(request, LENGTH + NUM_TOKENS) as seq:
-        first = await engine.prefill(seq)
-        return sum([len(delta.tokens) async for delta in engine.decode(seq, first)])
+    found = await engine.answers(prompts, num_tokens=NUM_TOKENS)
+    return sum(map(len, found)) / (clock.now() - began)

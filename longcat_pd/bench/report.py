@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 BEGIN, END = "<!-- figures: written by `make bench` -->", "<!-- end of figures -->"
+BEGIN_STAGES = "<!-- figures: written by `make bench-stages` -->"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +43,15 @@ def _shown(value: float, unit: str) -> str:
     return f"{value:.1f} s" if unit == "s" else f"{value:.0f}"
 
 
-def table(machine: str, rows: Iterable[Row]) -> str:
-    """The figures as Markdown."""
-    return "\n".join([machine, "", "| | ours | compared with | ratio | goal |", "|---|---|---|---|---|", *map(line, rows)])
+def machine() -> str:
+    """What all figures of a run have in common."""
+    python = f"Python {platform.python_version()}"
+    return f"{os.cpu_count()} cores ({platform.machine()}), {python}, float32, one torch thread a rank."
+
+
+def table(above: str, rows: Iterable[Row]) -> str:
+    """The figures as Markdown, below a text."""
+    return "\n".join([above, "", "| | ours | compared with | ratio | goal |", "|---|---|---|---|---|", *map(line, rows)])
 
 
 def line(row: Row) -> str:
@@ -51,9 +60,9 @@ def line(row: Row) -> str:
     return f"| {row.what} | {row.ours} | {row.other} | {ratio} | {row.goal} |"
 
 
-def write(path: Path, figures: str) -> None:
-    """Put the figures between the two markers of the page; the rest of it stays. The page must have them."""
-    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+def write(path: Path, figures: str, begin_at: str = BEGIN) -> None:
+    """Put the figures between two markers of the page; the rest of it stays. The page must have them."""
+    before, begin, rest = path.read_text(encoding="utf-8").partition(begin_at)
     _, end, after = rest.partition(END)
     assert begin and end, f"{path} lacks the markers of the figures"
-    path.write_text(f"{before}{BEGIN}\n\n{figures}\n\n{END}{after}", encoding="utf-8")
+    path.write_text(f"{before}{begin}\n\n{figures}\n\n{END}{after}", encoding="utf-8")
