@@ -7,56 +7,21 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
+from longcat_pd.bench.timed import TimedExecutor
 from longcat_pd.clock import MonotonicClock
 from longcat_pd.config import resolve
 from longcat_pd.engine.driver import Engine
-from longcat_pd.engine.executor import Executor, OnClosed, OnFailure, ProcessExecutor, Ready, rank_specs
-from longcat_pd.engine.plan import StepOutput, StepPlan
+from longcat_pd.engine.executor import ProcessExecutor, rank_specs
 from longcat_pd.engine.request import Request, SamplingParams
-from longcat_pd.engine.roster import RankState
 from longcat_pd.engine.scheduler import DECODE_PLANS
 from longcat_pd.metrics import Metrics
 from longcat_pd.server.launch import ForkedRanks
 from longcat_pd.wire import to_json
 
-RANK_ENTRY = "longcat_pd.engine.rank:main"
+RANK_ENTRY = "longcat_pd.bench.rank:main"
 LIMIT_S = 300.0
-
-Outputs = asyncio.Future[tuple[StepOutput, ...]]
-
-
-class TimedExecutor:
-    """Notes what the slowest rank computed at each decode step. ``step_s``: seconds, by how many sequences it had."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self.step_s: defaultdict[int, list[float]] = defaultdict(list)
-
-    async def start(self, on_closed: OnClosed, on_failure: OnFailure) -> Ready:
-        """See ``Executor``."""
-        return await self._executor.start(on_closed, on_failure)
-
-    def submit(self, plan: StepPlan) -> Outputs:
-        """See ``Executor``."""
-        outputs = self._executor.submit(plan)
-        if plan.phase == "decode" and plan.segments:
-            outputs.add_done_callback(partial(self._note, len(plan.segments)))
-        return outputs
-
-    def rank_states(self) -> tuple[RankState, ...]:
-        """See ``Executor``."""
-        return self._executor.rank_states()
-
-    async def close(self) -> None:
-        """See ``Executor``."""
-        await self._executor.close()
-
-    def _note(self, num_seqs: int, outputs: Outputs) -> None:
-        if not outputs.cancelled() and outputs.exception() is None:
-            self.step_s[num_seqs].append(max(output.compute_ms for output in outputs.result()) / 1000.0)
 
 
 @dataclass(frozen=True, kw_only=True)

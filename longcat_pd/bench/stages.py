@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from longcat_pd import log
 from longcat_pd.bench import report
 from longcat_pd.bench.client import prompt
 from longcat_pd.bench.driven import Driven, driven
@@ -27,7 +28,6 @@ PORT, PORTS_EACH = 24400, 10
 SLOTS, BATCH, BATCHES = 8, 2, (2, 4, 8)
 ENGINE = (
     "engine.block_size=16",
-    f"engine.max_num_seqs={SLOTS}",
     "engine.max_model_len=512",
     "engine.max_num_batched_tokens=256",
     "engine.prefix_cache=false",
@@ -58,16 +58,19 @@ class Stage:
     name: str
     settings: tuple[str, ...]
     unfused: tuple[str, ...] = ()
+    slots: int = SLOTS
     published_ms: float
 
     @property
     def all_settings(self) -> tuple[str, ...]:
         """As in `serve --set`."""
-        return (*self.settings, f"engine.unfused=[{', '.join(self.unfused)}]")
+        sizes = f"engine.buckets={sorted({1, self.slots // 2})}" if self.is_compiled else "engine.buckets=[]"
+        unfused = f"engine.unfused=[{', '.join(self.unfused)}]"
+        return (*ENGINE, *self.settings, f"engine.max_num_seqs={self.slots}", sizes, unfused)
 
     @property
     def is_compiled(self) -> bool:
-        """Whether its start takes a compiler."""
+        """Whether its start takes a compiler: a graph for one sequence of each group, and one for all its slots."""
         return set(GRAPH) <= {*self.settings}
 
 
@@ -87,7 +90,7 @@ STAGES = (
     Stage(name="paged, fused attention", settings=COUNTED, unfused=("experts", "norms", "prolog"), published_ms=75.5),
     Stage(name="fused norms and activations", settings=COUNTED, unfused=("experts", "prolog"), published_ms=68.5),
     Stage(name="dispatch by gather, experts in runs", settings=EXPERTS, unfused=("prolog",), published_ms=43.2),
-    Stage(name="compiled step", settings=(*EXPERTS, *GRAPH), unfused=("prolog",), published_ms=9.10),
+    Stage(name="compiled step", settings=(*EXPERTS, *GRAPH), unfused=("prolog",), slots=BATCH, published_ms=9.10),
     Stage(name="fused front of the attention", settings=(*EXPERTS, *GRAPH), published_ms=8.10),
 )
 
@@ -112,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=Load.rounds, help="rounds that count, after one that warms up")
     options = parser.parse_args(arguments)
     load = Load(rounds=options.rounds)
+    log.set_up(level="warning")
     with tempfile.TemporaryDirectory(prefix="longcat-stages-") as scratch:
         folder = Path(scratch)
         model = make_checkpoint(folder / "lite", "lite", dtype="float32", overrides=SIZES)
@@ -139,14 +143,17 @@ async def _measured(folder: Path, model: Path, wide: Path, *, load: Load) -> str
     return report.table(f"{report.machine()}\n\n{stage_table(STAGES, times)}", rows)
 
 
-async def started(stack: AsyncExitStack, model: Path, stages: Sequence[Stage], *, folder: Path) -> dict[str, Driven]:
-    """Engines of all these stages by name, one after the other; they end with ``stack``."""
+async def started(
+    stack: AsyncExitStack, model: Path, stages: Sequence[Stage], *, folder: Path, port: int = PORT
+) -> dict[str, Driven]:
+    """Engines of all these stages by name, one after the other; they end with ``stack``.
+
+    ``folder``: compiled steps are kept there; empty, they are compiled.
+    """
     found = dict[str, Driven]()
-    cache = (f"engine.buckets={[1, SLOTS // 2]}", f"engine.compile_cache={folder / 'compiled'}")
     for number, stage in enumerate(stages):
-        settings = (*ENGINE, *FLOAT, *stage.all_settings, *(cache if stage.is_compiled else ()))
-        port = PORT + PORTS_EACH * number
-        found[stage.name] = await stack.enter_async_context(driven(model, settings, port=port))
+        settings = (*stage.all_settings, *FLOAT, f"engine.compile_cache={folder / 'compiled'}")
+        found[stage.name] = await stack.enter_async_context(driven(model, settings, port=port + PORTS_EACH * number))
     return found
 
 
@@ -181,7 +188,7 @@ async def scaled(engine: Driven, load: Load) -> dict[int, list[float]]:
 async def int8_rows(folder: Path, wide: Path, *, load: Load) -> list[Row]:
     """int8 against the same checkpoint in bfloat16, both split like the last stages."""
     stored = {"bf16": wide, "int8": quantized(wide, folder / "wide-lite-int8")}
-    settings = (*ENGINE, *EXPERTS, "model.dtype=bfloat16")
+    settings = (*ENGINE, *EXPERTS, f"engine.max_num_seqs={SLOTS}", "model.dtype=bfloat16")
     async with AsyncExitStack() as stack:
         engines = {
             name: await stack.enter_async_context(driven(path, settings, port=PORT + PORTS_EACH * number))
