@@ -6,6 +6,7 @@ The regression test of the path: slow twins and fused operators, tensors split a
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.ports import free_base
 LOAD = Load(rounds=1, length=20, num_tokens=6)
 EAGER = [stage for stage in STAGES if not stage.is_compiled]
 COMPILED = [stage for stage in STAGES if stage.is_compiled]
+FUSED = replace(EAGER[-1], name="all fused, eager", unfused=())
 
 
 async def replayed(folder: Path, path: list[Stage]) -> None:
@@ -31,7 +33,7 @@ async def replayed(folder: Path, path: list[Stage]) -> None:
 
 
 async def test_stages_without_a_compiler(tmp_path: Path) -> None:
-    await replayed(tmp_path, EAGER)
+    await replayed(tmp_path, [*EAGER, FUSED])
 
 
 @pytest.mark.slow
