@@ -152,6 +152,7 @@ def test_a_graph_depends_on_everything_that_shapes_it(make: Make, tmp_path: Path
         entry(make, specs[0], model="n"),
         entry(make, specs[0], dtype="bfloat16"),
         entry(make, with_engine(specs[0], num_blocks=9)),
+        entry(make, with_engine(specs[0], unfused=("norms",))),
     ]
     places = [one.path, *(other.path for other in others)]
     assert len({*places}) == len(places)

@@ -231,6 +231,10 @@ def test_all_findings_come_at_once_each_with_its_key(cluster: Path) -> None:
         (["model.path=/nowhere"], "model.path=/nowhere: "),
         (["model=null"], "model.path: missing"),
         (["decode.instances.3.name=d3"], "--set decode.instances.3.name=d3: decode.instances is a list of 2"),
+        (
+            ["decode.engine.unfused=[norms, all]"],
+            "decode.engine.unfused[1]=all: must be one of attention, experts, norms, prolog",
+        ),
         (["device=tpu"], "device=tpu: must be one of cpu, cuda, npu"),
         (["device=npu"], "device=npu: is not supported yet; one of cpu"),
         (["device=cuda", "decode.engine.num_blocks=200"], "device=cuda: is not supported yet; one of cpu"),
