@@ -36,7 +36,10 @@ _COUNT, _SIZE = Range(1), Range(0)
 
 @dataclass(frozen=True, kw_only=True)
 class CustomParams:
-    """Settings of this family alone. The switches and core shares are of NPU; the shares count with the overlap only."""
+    """Settings of this family alone. Without ``enable_mla_prolog`` the front of an attention is computed piece by piece.
+
+    The other switches and the core shares are of NPU; the shares count with the overlap only.
+    """
 
     ngram_embed_tp_size: int = 0  # rows of the n-gram tables; 0: as embed_tp_size
     enable_mla_prolog: bool = False
@@ -332,7 +335,7 @@ def _check_device(read: OfflineFile, found: Findings) -> None:
     if part.exe_mode not in ("eager", *_GRAPHS[device]):
         key, known = "model_config.exe_mode", ", ".join(("eager", *_GRAPHS[device]))
         found.cross([key, "device"], f"{key}={part.exe_mode}: device={device} has {known}")
-    for name in ("enable_mla_prolog", "enable_moe_stream_overlap", "enable_prefetch"):
+    for name in ("enable_moe_stream_overlap", "enable_prefetch"):
         if vars(part.custom_params)[name] and device != "npu":
             key = f"model_config.custom_params.{name}"
             found.cross([key, "device"], f"{key}=true: device={device} has nothing to switch on; leave it out")
@@ -363,6 +366,7 @@ def _cluster(read: OfflineFile, parallel: ParallelConfig) -> ClusterConfig:
         buckets=(slots,) if part.exe_mode == "inductor" else (),
         compile_cache=part.output_path and str(Path(part.output_path) / "compile_cache"),
         num_blocks=1 + slots * -(-blocks // parallel.kvp_size),
+        unfused=() if part.custom_params.enable_mla_prolog else ("prolog",),
         prefix_cache=False,  # a prompt that is asked twice is to be measured twice
     )
     instance = InstanceConfig(name="offline", http_port=PORT)

@@ -243,10 +243,15 @@ def test_graphs_of_another_device_are_refused(tmp_path: Path, mode: str) -> None
     ]
 
 
-@pytest.mark.parametrize("name", ["enable_mla_prolog", "enable_moe_stream_overlap", "enable_prefetch"])
+@pytest.mark.parametrize("name", ["enable_moe_stream_overlap", "enable_prefetch"])
 def test_switches_of_npu_are_refused_elsewhere(tmp_path: Path, name: str) -> None:
     (line,) = findings(tmp_path, model_config__custom_params={name: True})
     assert line.startswith(f"model_config.custom_params.{name}=true: device=cpu")
+
+
+def test_without_the_prolog_the_front_of_an_attention_is_computed_piece_by_piece(tmp_path: Path) -> None:
+    assert read(tmp_path).instance.engine.unfused == ("prolog",)
+    assert read(tmp_path, model_config__custom_params={"enable_mla_prolog": True}).instance.engine.unfused == ()
 
 
 def test_a_setting_lies_over_the_file_and_is_told_of_like_it(tmp_path: Path) -> None:
@@ -283,9 +288,8 @@ def test_a_shipped_npu_file_fits_the_released_sizes(file: Path, tmp_path: Path) 
 @pytest.mark.parametrize("file", NPU, ids=lambda file: file.stem)
 def test_a_shipped_npu_file_has_the_layout_of_its_name(file: Path, tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "real", LITE if "lite" in file.stem else CHAT, is_int8="w8a8" in file.stem)
-    switches = ("enable_mla_prolog", "enable_moe_stream_overlap")
-    off = [f"model_config.custom_params.{name}=false" for name in switches]
-    run = load(file, [f"model_config.model_path={path}", "device=cpu", "model_config.exe_mode=eager", *off])
+    off = "model_config.custom_params.enable_moe_stream_overlap=false"
+    run = load(file, [f"model_config.model_path={path}", "device=cpu", "model_config.exe_mode=eager", off])
     parallel = run.instance.parallel
     words = file.stem.removeprefix(f"{run.model_name}_rank_").split("_")
     assert parallel.world_size == int(words[0])
