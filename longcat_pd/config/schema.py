@@ -71,10 +71,10 @@ class EngineConfig:
     block_size: int = 128
     max_model_len: int = 0  # resolved: the checkpoint's max_position_embeddings; tokens of prompt + answer
     max_num_seqs: int = 64  # slots of the whole instance
-    max_num_batched_tokens: int = 16384  # tokens of one prefill plan
+    max_num_batched_tokens: int = 16384  # tokens of one group in one prefill plan
     num_draft_tokens: int = 0  # drafts of each decode window; above 0 a prefill pool computes the draft layer's cache
     exe_mode: Literal["eager", "inductor"] = "eager"  # of the decode step; prompts are computed eagerly
-    buckets: tuple[int, ...] = ()  # sequences of a group that a compiled step has room for; resolved: 1 and all slots
+    buckets: tuple[int, ...] = ()  # sequences of a group that a compiled step has room for; resolved: 1 and all of them
     compile_cache: str = ""  # folder of compiled steps; "" is ~/.cache/longcat_pd/compiled
     num_blocks: int = 0  # blocks of each cache shard, block 0 included; resolved: on cpu what 256 MiB a rank hold
     unfused: tuple[Literal["attention", "experts", "norms", "prolog"], ...] = ()  # slow twins instead, to compare with

@@ -195,6 +195,7 @@ def _rank(accounts: RankAccounts, *, cached: int, is_silent: bool) -> dict[str, 
         },
         "slots": {"total": accounts.slots_total, "used": accounts.slots_used},
         "lanes": {"posted": accounts.lanes_posted, "unsent": accounts.lanes_unsent},
+        "collectives": {one.axis: one.count for one in accounts.collectives},
     }
 
 

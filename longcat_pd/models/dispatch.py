@@ -32,6 +32,18 @@ Route = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
+class Parcels:
+    """What went out: row and weight of every choice, in the order of experts; and how many to and from each rank."""
+
+    rows: Tensor
+    weights: Tensor
+    num_rows: int
+    dtype: torch.dtype
+    out: list[int]
+    into: list[int]
+
+
+@dataclass(frozen=True)
 class Dispatched:
     """Rows that this rank's experts are applied to.
 
@@ -45,7 +57,7 @@ class Dispatched:
     x: Tensor
     routing: Routing
     own: Routing
-    handle: object = None
+    handle: Parcels | None = None
 
 
 class ExpertDispatch(Protocol):
@@ -118,7 +130,7 @@ class _ByShares:
 
     def take(self, stream: Tensor, rows: Rows) -> Tensor:
         """See ExpertDispatch."""
-        return stream if rows.is_split else self._shares.take(stream, rows)
+        return self._shares.hand_in(stream, rows)
 
     def give(self, out: Tensor, rows: Rows) -> Tensor:
         """See ExpertDispatch."""
@@ -196,18 +208,6 @@ class TwoLevel(_ByShares):
         return self._node.reduce_scatter(self._courier.combine(y, sent))
 
 
-@dataclass(frozen=True)
-class _Parcels:
-    """What went out: row and weight of every choice, in the order of experts; and how many to and from each rank."""
-
-    rows: Tensor
-    weights: Tensor
-    num_rows: int
-    dtype: torch.dtype
-    out: list[int]
-    into: list[int]
-
-
 class _Courier:
     """Rows to the ranks of one group that have their experts, and their results back to be weighted and added.
 
@@ -233,13 +233,13 @@ class _Courier:
         numbers = torch.arange(self._num_here, device=x.device).repeat(self._group.size)
         ids = numbers.repeat_interleave(coming.flatten().long(), output_size=len(received)).unsqueeze(1)
         once = torch.ones(ids.shape, dtype=torch.float32, device=x.device)
-        parcels = _Parcels(rows, routing.weights.flatten()[order], len(x), x.dtype, out, into)
+        parcels = Parcels(rows, routing.weights.flatten()[order], len(x), x.dtype, out, into)
         return Dispatched(received, Routing(ids, once), own, parcels)
 
     def combine(self, y: Tensor, sent: Dispatched) -> Tensor:
         """Sums over the experts of the group for all rows of ``x``, in the type of ``y``."""
         parcels = sent.handle
-        assert isinstance(parcels, _Parcels)
+        assert parcels is not None, "what was dispatched by another pair"
         back = self._group.all_to_all_rows(y.to(parcels.dtype), parcels.into, parcels.out)  # an expert's result is of it
         total = y.new_zeros((parcels.num_rows, y.shape[1]))
         return total.index_add_(0, parcels.rows, back.to(y.dtype) * parcels.weights.unsqueeze(-1))

@@ -61,7 +61,7 @@ class NgramEmbedding(nn.Module):
             return self._mean(functional.embedding(ids, self.rows), word)
         ids = group.all_gather(self._numbers(shares.take(windows, rows)))
         vectors = self._exchange.total_share(vectors_of(ids, self.rows, self._own.start), rows)
-        return shares.give(self._mean(vectors, word if rows.is_split else shares.take(word, rows)), rows)
+        return shares.give(self._mean(vectors, shares.hand_in(word, rows)), rows)
 
     def _numbers(self, windows: Tensor) -> Tensor:
         """Row numbers [T, tables], counted over all tables."""

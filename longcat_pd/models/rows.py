@@ -33,6 +33,10 @@ class Shares:
         """All rows of the stream."""
         return self._same.all_gather(stream)[: rows.num] if rows.is_split else stream
 
+    def hand_in(self, stream: Tensor, rows: Rows) -> Tensor:
+        """This rank's share of the stream."""
+        return stream if rows.is_split else self.take(stream, rows)
+
     def take(self, x: Tensor, rows: Rows) -> Tensor:
         """This rank's share of all rows."""
         start = self._same.rank * rows.share
@@ -65,7 +69,7 @@ class RowExchange:
         """The rows that all ranks of the group compute together."""
         if self.group.size == 1 or not self.meets(rows):
             return stream
-        return self.group.all_gather(self._share(stream, rows))
+        return self.group.all_gather(self.shares.hand_in(stream, rows))
 
     def total(self, partial: Tensor, rows: Rows) -> Tensor:
         """The stream of sums over the group of what each rank has for rows that ``spread`` gave, or the first of them."""
@@ -92,9 +96,6 @@ class RowExchange:
     def meets(self, rows: Rows) -> bool:
         """Whether ranks hand in shares, because no rank has all rows that the group computes."""
         return self._meets or rows.is_split
-
-    def _share(self, stream: Tensor, rows: Rows) -> Tensor:
-        return stream if rows.is_split else self.shares.take(stream, rows)
 
 
 def padded(x: Tensor, num_rows: int) -> Tensor:

@@ -36,7 +36,8 @@ class _Line:
     traffic: Traffic
 
 
-# By the name of a process group, which is all that an operator can be told: torch finds the group itself in the same way.
+# By the name of a process group, which is all that an operator can be told: torch finds the group itself in the same way,
+# in a table of its own. An entry is there as long as the group (``AxisGroup.leave``).
 _LINES: dict[str, _Line] = {}
 
 _CONTINUED = ""  # the kind of an exchange that belongs to the collective before it
@@ -85,6 +86,11 @@ class AxisGroup:
         self._line = _Line(tuple(ranks) or tuple(range(size)), traffic or Traffic())
         if group is not None:
             _LINES[group.group_name] = self._line
+
+    def leave(self) -> None:
+        """The process group ends."""
+        if self._group is not None:
+            _LINES.pop(self._group.group_name, None)
 
     def all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """The tensors of all ranks, equal in shape, one behind the other along ``dim``."""
@@ -152,7 +158,7 @@ class AxisGroup:
 
     def _parts(self, x: torch.Tensor, dim: int) -> list[torch.Tensor]:
         assert x.shape[dim] % self.size == 0, (self.name, tuple(x.shape), dim, self.size)
-        return [part.contiguous() for part in x.chunk(self.size, dim)] if x.numel() else [x] * self.size
+        return [part.contiguous() for part in x.tensor_split(self.size, dim)]
 
     def _exchange(self, parts: Sequence[torch.Tensor], kind: str) -> torch.Tensor:
         """Part j goes to rank j; returns what each rank sent here, [size, ...]. Parts are contiguous, equal in shape."""

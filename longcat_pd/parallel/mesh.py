@@ -82,6 +82,8 @@ class Mesh:
 
     def leave(self) -> None:
         """Ends the groups."""
+        for axis in self._axes.values():
+            axis.leave()
         if self.layout.world_size > 1:
             dist.destroy_process_group()
 

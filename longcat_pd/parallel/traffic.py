@@ -42,16 +42,6 @@ class Traffic:
         self.axes.setdefault(axis, AxisTraffic()).sent_bytes += num_bytes
         self.sent_to[to] += num_bytes
 
-    @property
-    def num_collectives(self) -> int:
-        """Of all axes."""
-        return sum(traffic.num_collectives for traffic in self.axes.values())
-
-    @property
-    def sent_bytes(self) -> int:
-        """Over all axes."""
-        return sum(traffic.sent_bytes for traffic in self.axes.values())
-
     def crossing_bytes(self, rank: int, node: Sequence[int]) -> int:
         """Bytes that ``rank``, which is one of ``node``, sent to ranks that are none of them."""
         assert rank in node, (rank, node)

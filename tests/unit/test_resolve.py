@@ -12,6 +12,7 @@ from longcat_pd.config.checks import blocks_needed
 from longcat_pd.config.quantization import int8_section
 from longcat_pd.config.resolve import compile_cache, even_stages, instance_spec, load, model_path, standalone
 from longcat_pd.errors import ConfigError
+from longcat_pd.tiny.configs import make_config
 
 CHECKPOINT: dict[str, Any] = {
     "vocab_size": 320,
@@ -412,3 +413,15 @@ def test_the_folder_of_graphs_is_anchored_where_it_is_written(
         port=30000,
     )
     assert spec.engine.compile_cache == str(tmp_path / "weights" / "there") and spec.engine.buckets == (1, 4)
+
+
+CLUSTERS = sorted((Path(__file__).parents[2] / "deploy" / "config" / "cluster").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", CLUSTERS, ids=lambda file: file.stem)
+def test_what_is_shipped_fits_the_checkpoint_that_start_makes(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(make_config("2.0", (), dtype="float32")))
+    config = load(file, [f"model.path={tmp_path}"])
+    assert config.prefill is not None and config.decode is not None
+    worlds = {"local-cpu": (4, 2), "twin-cpu": (4, 4)}
+    assert (config.prefill.parallel.world_size, config.decode.parallel.world_size) == worlds[file.stem]
