@@ -161,6 +161,12 @@ def num_shards(parallel: ParallelConfig) -> int:
     return parallel.cp_size * parallel.kvp_size
 
 
+def chunk_rows(engine: EngineConfig, parallel: ParallelConfig) -> int:
+    """Most rows of one chunk that lie on one rank of ``cp``: a level share of its tokens, in whole blocks."""
+    share = -(-engine.max_num_batched_tokens // parallel.cp_size)
+    return -(-share // engine.block_size) * engine.block_size
+
+
 def check_blocks(role: Role, pool: PoolConfig, *, found: Findings) -> None:
     """The longest sequence must fit in the blocks of a shard. The pool is resolved; block 0 is never handed out."""
     engine = pool.engine

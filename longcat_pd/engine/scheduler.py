@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from longcat_pd.config.checks import num_shards
 from longcat_pd.config.schema import EngineConfig, ParallelConfig
+from longcat_pd.engine.budget import Budget
 from longcat_pd.engine.plan import Admit, Phase, Segment, SlotOutput, SlotSampling, StepOutput, StepPlan
 from longcat_pd.engine.request import Event, SamplingParams, TokenOutput
 from longcat_pd.engine.room import Room
@@ -66,7 +67,7 @@ class Scheduler:
             num_ranks=parallel.world_size,
             num_groups=parallel.dp_size,
         )
-        self._num_groups = parallel.dp_size
+        self._parallel = parallel
         self._config = config
         self._prefill_plans = parallel.pp_size + 1  # one for each stage, and the next
         self._decode_plans = decode_plans
@@ -189,20 +190,17 @@ class Scheduler:
         ]
 
     def _chunks(self) -> list[Segment]:
-        budgets = [self._config.max_num_batched_tokens] * self._num_groups
+        budgets = [Budget(self._config, self._parallel) for _ in range(self._parallel.dp_size)]
         segments = []
         for seq in self._prefilling.values():
-            budget = budgets[seq.group]
+            budget = budgets[seq.group]  # who has to wait is not overtaken in its group
             if not budget or (not seq.is_admitted and not self.room.prefixes.begin(seq)):
                 continue
-            start, end = seq.num_scheduled, min(seq.num_scheduled + budget, seq.num_prompt_tokens)
-            is_last = end == seq.num_prompt_tokens
-            if not is_last:
-                end -= end % self._config.block_size
+            start = seq.num_scheduled
+            end = budget.take(start, seq.num_prompt_tokens, seq.split)
             if end > start:
+                is_last = end == seq.num_prompt_tokens
                 segments.append(Segment(slot=seq.slot, start=start, num_tokens=end - start, is_last=is_last))
-                budget -= end - start
-            budgets[seq.group] = budget if is_last else 0  # who has to wait is not overtaken in its group
             if not any(budgets):
                 break
         return segments

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from longcat_pd.config.checks import chunk_rows
 from longcat_pd.config.model import ModelConfig, attentions_of
 from longcat_pd.config.schema import InstanceSpec, ParallelConfig
 from longcat_pd.sizing.weights import DTYPE_BYTES, Weights
@@ -109,7 +110,8 @@ def _workspace(spec: InstanceSpec, model: ModelConfig) -> int:
     one attention, logits."""
     engine, parallel, width = spec.engine, spec.parallel, DTYPE_BYTES[spec.model.dtype]
     window_rows = engine.max_num_seqs // parallel.dp_size * (1 + engine.num_draft_tokens)
-    rows = window_rows if spec.role == "decode" else -(-engine.max_num_batched_tokens // parallel.cp_size)
+    rows = window_rows if spec.role == "decode" else chunk_rows(engine, parallel)
+    rows = max(rows, window_rows) if spec.role == "standalone" else rows
     latent = model.kv_lora_rank + model.qk_rope_head_dim
     heads = model.num_attention_heads // (1 if parallel.kvp_size > 1 else parallel.attn_tp_size)
     query = heads * (2 * latent + model.kv_lora_rank)

@@ -394,3 +394,24 @@ def test_ranks_that_answer_out_of_order_or_leave_a_token_out_are_a_fault() -> No
 def test_plans_are_numbered_without_a_gap() -> None:
     s = scheduler()
     assert [s.checkpoint(0.0).step_id for _ in range(3)] == [1, 2, 3]
+
+
+def test_prompts_that_begin_alike_share_a_plan_only_as_far_as_one_rank_of_cp_has_room() -> None:
+    """Two blocks of four a rank; the only block of each of these lies on the same one."""
+    s = scheduler(ParallelConfig(cp_size=4), max_num_batched_tokens=32, max_num_seqs=8, prefix_cache=False)
+    for _ in range(5):
+        s.start_prefill(admitted(s, 3), None)
+    assert [len(next_plan(s).segments) for _ in range(2)] == [2, 2]
+
+
+def test_a_long_prompt_is_level_over_cp_and_finds_back_to_whole_rounds() -> None:
+    s = scheduler(ParallelConfig(cp_size=2), max_num_batched_tokens=8, max_num_seqs=8, prefix_cache=False)
+    short, long = admitted(s, 4), admitted(s, 20)
+    for seq in (short, long):
+        s.start_prefill(seq, None)
+    one, two = next_plan(s), next_plan(s)
+    assert short.split.start == long.split.start, "so the short one takes the room of the first block of the long one"
+    assert chunks(one) == [(0, 0, 4, True)]
+    assert chunks(two) == [(1, 0, 8, False)]
+    s.apply(answer(one, s0=7), 0.0)
+    assert chunks(next_plan(s)) == [(1, 8, 8, False)]
