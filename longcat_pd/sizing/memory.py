@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from longcat_pd.config.checks import chunk_rows
 from longcat_pd.config.model import ModelConfig, attentions_of
 from longcat_pd.config.schema import InstanceSpec, ParallelConfig
-from longcat_pd.sizing.weights import DTYPE_BYTES, Weights
+from longcat_pd.sizing.weights import DTYPE_BYTES, FP32, Weights
 
 GIB, MIB = 1 << 30, 1 << 20
+FP64 = 8
 PROCESS_BYTES = 48 << 20  # what a rank process has of its own before it loads anything
 DRAW_ELEMENTS = 1 << 22  # logits that are drawn from at once (kernels/reference/sampling.py), at least one row
 DRAW_BYTES = 80  # for each of them, in fp64, sorted and summed up
@@ -128,16 +129,21 @@ def _workspace(spec: InstanceSpec, model: ModelConfig) -> int:
 
 
 def _rows_that_meet(rows: int, spec: InstanceSpec, *, model: ModelConfig, width: int) -> int:
-    """Rows of all ranks of the widest axis, and those that the experts of one rank compute if all choose them."""
-    parallel = spec.parallel
+    """Rows of all ranks of the widest axis, and those that the experts of one rank compute if all choose them.
+
+    Results of experts are weighted and added in fp32, or in fp64 where the checkpoint has int8, and travel as they are.
+    """
+    parallel, hidden = spec.parallel, model.hidden_size
     share = -(-rows // parallel.attn_tp_size)
     tables = parallel.ngram_embed_tp_size if model.over_embedding is not None else 1
     widest = max(parallel.dense_tp_size, parallel.embed_tp_size, tables, parallel.ep_size, parallel.moe_tp_size)
-    gathered = 0 if widest == 1 else share * widest * 3 * model.hidden_size
+    gathered = 0 if widest == 1 else share * widest * 3 * hidden
     handed_in = max(rows, share * max(parallel.ep_size, parallel.moe_tp_size))
     chosen = handed_in * min(model.moe_topk, model.n_routed_experts // parallel.ep_size)
     inner = 3 * model.expert_ffn_hidden_size // parallel.moe_tp_size
-    return (gathered + chosen * (inner + model.hidden_size)) * width
+    sums = FP32 if model.quantization is None else FP64
+    results = 2 * chosen + 2 * handed_in  # as they are and weighted; their sums here and on the way
+    return (gathered + chosen * inner) * width + results * hidden * sums
 
 
 def _logits(sampled: int, parallel: ParallelConfig, *, model: ModelConfig) -> int:

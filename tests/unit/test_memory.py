@@ -214,7 +214,27 @@ def test_int8_counts_what_is_stored_and_leaves_ignored_modules_alone() -> None:
     halved = 3 * dense + 2 * 512 * expert - 512 * expert // 3
     scales = 3 * (2 * 12288 + 6144) + 2 * 512 * (2 * 2048 + 6144) - 512 * 6144
     assert plain.parts["weights"] - small.parts["weights"] == halved - 4 * scales
-    assert {name for name, value in plain.parts.items() if value != small.parts[name]} == {"weights"}
+    assert {name for name, value in plain.parts.items() if value != small.parts[name]} == {"weights", "workspace"}
+    rows = spec().engine.max_num_batched_tokens
+    in_fp64 = 2 * (rows * 12 + rows) * 6144 * (8 - 4)
+    assert small.parts["workspace"] - plain.parts["workspace"] == in_fp64, "sums of experts"
+
+
+def test_sums_of_experts_are_wider_than_the_model() -> None:
+    """Of every choice the result, as it is and weighted; of every row the sum, here and on its way."""
+    model, half = ModelConfig.from_dict(CHAT), spec("prefill", layers=(28,))
+    one, none = (
+        instance_memory(half, replace(model, moe_topk=topk))[0].parts["workspace"] for topk in (1, 0)
+    )
+    assert one - none == half.engine.max_num_batched_tokens * (2 * 6144 * 4 + 3 * 2048 * 2)
+
+
+def test_a_chunk_over_cp_counts_what_the_scheduler_lets_one_rank_have() -> None:
+    model, base = ModelConfig.from_dict(CHAT), spec("prefill", layers=(28,), cp_size=4)
+    sizes = {tokens: replace(base.engine, max_num_batched_tokens=tokens) for tokens in (16, 64, 80)}
+    one, level, odd = (instance_memory(replace(base, engine=e), model)[0].parts["workspace"] for e in sizes.values())
+    assert one == level, "a block at least"
+    assert odd > level, "five blocks over four ranks are two on one of them"
 
 
 def test_sums_and_their_line() -> None:
