@@ -62,6 +62,12 @@ def check_layout_fits(role: Role, parallel: ParallelConfig, model: ModelConfig, 
     tables, key = parallel.ngram_embed_tp_size, f"{path}.ngram_embed_tp_size"
     if model.over_embedding is None and tables not in (1, parallel.embed_tp_size):
         found.cross([key], f"{key}={tables}: has no effect, the checkpoint has no n-gram tables; leave it out")
+    if model.over_embedding is not None:
+        num_rows = sum(model.over_embedding.table_sizes)
+        each = -(-num_rows // tables)
+        if (tables - 1) * each >= num_rows:
+            text = f"{num_rows} rows of n-gram tables in runs of {each} are for {-(-num_rows // each)} ranks"
+            found.cross([key, f"{path}.embed_tp_size"], f"{key}={tables}: the checkpoint's {text}")
 
 
 def _check_tiling(role: Role, parallel: ParallelConfig, *, found: Findings) -> None:
@@ -115,9 +121,15 @@ def _check_dispatch(role: Role, pool: PoolConfig, config: ClusterConfig, *, foun
     keys = [f"{path}.node_size", f"{path}.ep_size", key]
     if nodes > 1 and dispatch != "two_level":
         found.cross(keys, f"{keys[0]}={nodes}: has no effect with moe_dispatch={dispatch}; it is for two_level")
-    elif parallel.ep_size % nodes:
-        source = "" if parallel.node_size else f" (of devices_per_node={config.devices_per_node})"
+        return
+    devices, is_derived = config.devices_per_node, not parallel.node_size and dispatch == "two_level"
+    local, rest = divmod(parallel.ep_size, nodes)
+    source = f" (of devices_per_node={devices})" if is_derived else ""
+    if rest:
         found.cross(keys, f"{keys[0]}={nodes}{source}: does not divide {keys[1]}={parallel.ep_size}")
+    elif is_derived and parallel.world_size > devices and devices % local:
+        text = f"is {local} ranks of {keys[1]}={parallel.ep_size} on each node, which do not divide devices_per_node"
+        found.cross([*keys, "devices_per_node"], f"{keys[0]}={nodes}{source}: {text}; set it")
 
 
 def _divisors(model: ModelConfig) -> Iterator[_Divisor]:

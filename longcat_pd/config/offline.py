@@ -6,7 +6,7 @@ themselves are ``checks.py``, files and resolving ``resolve.py``. Knows no weigh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -32,13 +32,15 @@ PORT = 8081  # in the instance as it is read; whoever starts it looks for ports 
 _FILES = (("model_config", "model_path"), ("model_config", "output_path"), ("data_config", "dataset"))
 _GRAPHS: Mapping[str, tuple[str, ...]] = {"cpu": ("inductor",), "cuda": ("inductor",), "npu": ("ge_graph", "npugraph_ex")}
 _COUNT, _SIZE = Range(1), Range(0)
+_CORES = ("moe_aic_num", "moe_aiv_num", "main_aic_num", "main_aiv_num")
+_NPU_ONLY = ("enable_moe_stream_overlap", "enable_prefetch", "enable_limit_core_num", *_CORES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CustomParams:
     """Settings of this family alone. Without ``enable_mla_prolog`` the front of an attention is computed piece by piece.
 
-    The other switches and the core shares are of NPU; the shares count with the overlap only.
+    The other switches and the core shares are of NPU (``_NPU_ONLY``); the shares count with the overlap only.
     """
 
     ngram_embed_tp_size: int = 0  # rows of the n-gram tables; 0: as embed_tp_size
@@ -120,7 +122,10 @@ class OfflineFile:
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineRun:
-    """A file of the dialect, resolved: the engine, and what it is asked."""
+    """A file of the dialect, resolved: the engine, and what it is asked.
+
+    ``idle``: settings (``key.path=value``) that are stated and say nothing to this device.
+    """
 
     instance: InstanceSpec
     model_name: str
@@ -128,13 +133,13 @@ class OfflineRun:
     batch_size: int
     max_new_tokens: int
     keeps_compiled: bool
-    npu: CustomParams
+    idle: tuple[str, ...]
 
 
 _RANGES: Mapping[type, Mapping[str, Range]] = {
     CustomParams: {
         "ngram_embed_tp_size": _SIZE,
-        **dict.fromkeys(("moe_aic_num", "moe_aiv_num", "main_aic_num", "main_aiv_num"), _COUNT),
+        **dict.fromkeys(_CORES, _COUNT),
     },
     ModelPart: {"next_n": _SIZE},
     DataPart: {"input_truncated_len": Range(2)},
@@ -164,8 +169,11 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "standalone.engine.num_draft_tokens": ("model_config.next_n",),
     "standalone.engine.max_model_len": ("data_config.input_truncated_len", "scheduler_config.max_new_tokens"),
     "standalone.engine.exe_mode": ("model_config.exe_mode",),
+    "standalone.engine.compile_cache": ("model_config.output_path",),
     "standalone.engine": ("scheduler_config",),
     "model.path": ("model_config.model_path",),
+    "model.dtype": ("model_config.dtype",),
+    "model.served_name": ("model_config.model_name",),
     "model.weights=random": ("model_config.with_ckpt=false",),
     "model.weights": ("model_config.with_ckpt",),
     "model": ("model_config",),
@@ -228,7 +236,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> OfflineRun:
         batch_size=read.scheduler_config.batch_size,
         max_new_tokens=read.scheduler_config.max_new_tokens,
         keeps_compiled=read.model_config.enable_cache_compile,
-        npu=read.model_config.custom_params,
+        idle=tuple(_idle(tree, read)),
     )
 
 
@@ -238,13 +246,26 @@ def _anchor(tree: dict[str, object], folder: Path) -> None:
     anchor_paths(tree, _FILES[:2] if is_builtin else _FILES, folder)
 
 
+def _idle(tree: dict[str, object], read: OfflineFile) -> Iterator[str]:
+    """Settings of NPU that the file states, and does not switch off, for another device."""
+    part, custom = tree.get("model_config"), read.model_config.custom_params
+    stated = part.get("custom_params") if isinstance(part, dict) else None
+    for name in _NPU_ONLY:
+        value = vars(custom)[name]
+        if read.device != "npu" and isinstance(stated, dict) and name in stated and value is not False:
+            yield f"model_config.custom_params.{name}={str(value).lower()}"
+
+
 def _parallel(read: OfflineFile, found: Findings) -> ParallelConfig:
     """The sizes as one instance has them; all 1 where one is wrong by itself or in a product, so nothing is said twice."""
     sizes, tables = read.parallel_config, read.model_config.custom_params.ngram_embed_tp_size
     dp = _either(sizes, ("attn_dp_size", "dp_size"), found) or sizes.world_size // sizes.attn_tp_size
     ep = _either(sizes, ("moe_ep_size", "ep_size"), found) or sizes.world_size // sizes.moe_tp_size
     _check_products(sizes, dp=dp, ep=ep, found=found)
-    _check_divisors(sizes, tables, found)
+    if sizes.o_proj_tp_size not in (0, sizes.attn_tp_size):
+        keys = [f"parallel_config.{name}" for name in ("o_proj_tp_size", "attn_tp_size")]
+        text = f"differs from {keys[1]}={sizes.attn_tp_size}, whose split it has; leave it out"
+        found.cross(keys, f"{keys[0]}={sizes.o_proj_tp_size}: {text}")
     if any(found.is_bad(f"parallel_config.{name}") for name in vars(sizes)):
         return ParallelConfig()
     return ParallelConfig(
@@ -273,8 +294,17 @@ def _either(sizes: ParallelPart, names: tuple[str, str], found: Findings) -> int
 
 
 def _check_products(sizes: ParallelPart, *, dp: int, ep: int, found: Findings) -> None:
-    """What the attention is split over is the world; the experts' ranks divide it."""
+    """What the attention is split over is the world; the experts' ranks divide it. A factor that was left out proves
+    nothing, so then the other one is what is wrong."""
     world, section = sizes.world_size, "parallel_config"
+    for name, given in (
+        ("attn_tp_size", sizes.attn_dp_size or sizes.dp_size),
+        ("moe_tp_size", sizes.moe_ep_size or sizes.ep_size),
+    ):
+        size: int = vars(sizes)[name]
+        if not given and world % size:
+            keys = [f"{section}.{name}", f"{section}.world_size"]
+            _bad(found, keys, f"{keys[0]}={size}: does not divide world_size={world}")
     if sizes.attn_tp_size * dp != world:
         keys = [f"{section}.{name}" for name in ("world_size", "attn_tp_size", "attn_dp_size", "dp_size")]
         product = f"attn_tp_size {sizes.attn_tp_size} x attn_dp_size {dp} = {sizes.attn_tp_size * dp}"
@@ -284,19 +314,6 @@ def _check_products(sizes: ParallelPart, *, dp: int, ep: int, found: Findings) -
         keys = [f"{section}.{name}" for name in ("moe_ep_size", "moe_tp_size", "ep_size", "world_size")]
         product = f"moe_tp_size {sizes.moe_tp_size} x moe_ep_size {ep} = {experts}"
         _bad(found, keys, f"{section}: {product} does not divide world_size={world}")
-
-
-def _check_divisors(sizes: ParallelPart, tables: int, found: Findings) -> None:
-    """Every other size divides the world; o_proj has the attention's."""
-    section = "parallel_config"
-    single = {f"{section}.{name}": vars(sizes)[name] for name in ("dense_tp_size", "embed_tp_size", "lmhead_tp_size")}
-    for key, size in {**single, "model_config.custom_params.ngram_embed_tp_size": tables}.items():
-        if size and sizes.world_size % size:
-            _bad(found, [key, f"{section}.world_size"], f"{key}={size}: does not divide world_size={sizes.world_size}")
-    if sizes.o_proj_tp_size not in (0, sizes.attn_tp_size):
-        keys = [f"{section}.o_proj_tp_size", f"{section}.attn_tp_size"]
-        text = f"differs from {keys[1]}={sizes.attn_tp_size}, whose split it has; leave it out"
-        found.cross(keys, f"{keys[0]}={sizes.o_proj_tp_size}: {text}")
 
 
 def _bad(found: Findings, keys: Sequence[str], text: str) -> None:
@@ -318,9 +335,6 @@ def _check_model(read: OfflineFile, found: Findings) -> None:
     if has_tables != (part.model_name == "longcat_flash_lite"):
         there = "has n-gram tables" if has_tables else "has no n-gram tables"
         found.cross([key], f"{key}={part.model_name}: the checkpoint {part.model_path} {there}")
-    if model.over_embedding is None and part.custom_params.ngram_embed_tp_size > 1:
-        key = "model_config.custom_params.ngram_embed_tp_size"
-        found.cross([key], f"{key}={part.custom_params.ngram_embed_tp_size}: the checkpoint has no n-gram tables")
     length = read.data_config.input_truncated_len + read.scheduler_config.max_new_tokens
     if length > model.max_position_embeddings:
         keys = ["data_config.input_truncated_len", "scheduler_config.max_new_tokens"]

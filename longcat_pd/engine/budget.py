@@ -1,4 +1,4 @@
-"""What the next plan may still hold of the prompts of one group. Pure arithmetic on positions and blocks; knows no queue."""
+"""What the next plan may still hold of the prompts of one group. Pure arithmetic on positions and blocks."""
 
 from __future__ import annotations
 

@@ -69,6 +69,8 @@ def plan_lines(spec: InstanceSpec, ranks: Sequence[RankMemory]) -> Iterator[str]
     for rank in ranks:
         stage = f" (stage {stage_of(rank.rank, parallel)})" if parallel.pp_size > 1 else ""
         yield f"  rank {rank.rank}{stage}: {show_total(rank.parts)}"
+    if parallel.moe_dispatch == "two_level" and parallel.ep_size > 1 and parallel.node_size <= 1:
+        yield "  advice: two_level on one node is all_to_all with one exchange too many; set node_size, or use all_to_all"
     if spec.role == "prefill" and engine.max_num_batched_tokens % (engine.block_size * parallel.cp_size):
         level = engine.block_size * parallel.cp_size
         yield f"  advice: a chunk is level over the ranks of cp when max_num_batched_tokens is a multiple of {level}"

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
-from longcat_pd.config.layout_checks import num_nodes
+from longcat_pd.config.layout_checks import check_layout_fits, num_nodes
+from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.quantization import int8_section
+from longcat_pd.config.reader import Findings
 from longcat_pd.config.resolve import load, standalone
 from longcat_pd.config.schema import ParallelConfig
 from longcat_pd.errors import ConfigError
+from longcat_pd.models.ngram import run_of
 from tests.unit.test_resolve import CHECKPOINT, cluster, refusal
 
 __all__ = ["cluster"]
@@ -20,8 +23,12 @@ __all__ = ["cluster"]
 TABLES: dict[str, Any] = {"oe_vocab_size_ratio": 2, "oe_neighbor_num": 3, "oe_split_num": 2}
 
 
+def folder(cluster: Path) -> Path:
+    return cluster.parent / "weights" / "longcat-tiny"
+
+
 def checkpoint(cluster: Path, **fields: Any) -> None:
-    (cluster.parent / "weights" / "longcat-tiny" / "config.json").write_text(json.dumps(CHECKPOINT | fields))
+    (folder(cluster) / "config.json").write_text(json.dumps(CHECKPOINT | fields))
 
 
 def alone(cluster: Path, *overrides: str) -> ParallelConfig:
@@ -131,6 +138,7 @@ def test_every_rule_names_its_key_and_the_numbers(cluster: Path, overrides: list
         ["decode.parallel={ep_size: 1, moe_dispatch: all_to_all}", "decode.engine.exe_mode=inductor"],
         ["decode.parallel={dp_size: 2, ep_size: 2, moe_dispatch: gather}", "decode.engine.exe_mode=inductor"],
         ["decode.parallel={dp_size: 2, ep_size: 2, node_size: 1}"],
+        ["devices_per_node=5", "decode.parallel={dp_size: 4, ep_size: 4, moe_dispatch: two_level}"],
     ],
 )
 def test_what_fits_passes(cluster: Path, overrides: list[str]) -> None:
@@ -186,6 +194,38 @@ def test_nodes_follow_from_the_machine_only_where_they_count() -> None:
     assert num_nodes(ParallelConfig(ep_size=8, moe_dispatch="two_level"), 2) == 4
     assert num_nodes(ParallelConfig(ep_size=8, moe_dispatch="two_level"), 16) == 1
     assert num_nodes(ParallelConfig(ep_size=8, moe_dispatch="two_level", node_size=2), 16) == 2
+
+
+def test_a_group_of_experts_lies_on_whole_parts_of_nodes(cluster: Path) -> None:
+    """Found beside that 8 ranks need two nodes, which is not supported yet."""
+    sizes = ("devices_per_node=6", "decode.parallel={dp_size: 8, ep_size: 8, moe_dispatch: two_level%s}")
+    (line,) = [line for line in refusal(cluster, sizes[0], sizes[1] % "") if "node_size" in line]
+    assert line == (
+        "decode.parallel.node_size=2 (of devices_per_node=6): is 4 ranks of decode.parallel.ep_size=8 on each node, "
+        "which do not divide devices_per_node; set it"
+    )
+    assert not any("node_size" in line for line in refusal(cluster, sizes[0], sizes[1] % ", node_size: 2"))
+
+
+def test_every_rank_of_the_tables_has_a_row(cluster: Path) -> None:
+    """Tables of 8, 10 and so on rows; a run of three leaves nothing for the last."""
+    checkpoint(cluster, **TABLES)
+    (total,) = {sum(ModelConfig.load(folder(cluster)).over_embedding.table_sizes)}  # type: ignore[union-attr]
+    size = next(n for n in range(2, total) if (n - 1) * -(-total // n) >= total)
+    config = ModelConfig.load(folder(cluster))
+    found = Findings()
+    check_layout_fits("decode", ParallelConfig(layers_per_stage=(5,), ngram_embed_tp_size=size), config, found=found)
+    each = -(-total // size)
+    with pytest.raises(ConfigError) as caught:
+        found.raise_if_any()
+    assert caught.value.message == (
+        f"decode.parallel.ngram_embed_tp_size={size}: the checkpoint's {total} rows of n-gram tables in runs of {each} "
+        f"are for {-(-total // each)} ranks"
+    )
+    assert not run_of(total, size, size - 1), "whose tensor is empty"
+    found = Findings()
+    check_layout_fits("decode", ParallelConfig(layers_per_stage=(5,), ngram_embed_tp_size=size - 1), config, found=found)
+    found.raise_if_any()
 
 
 def test_nodes_that_follow_from_the_machine_are_checked_too(cluster: Path) -> None:

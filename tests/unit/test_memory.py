@@ -223,9 +223,7 @@ def test_int8_counts_what_is_stored_and_leaves_ignored_modules_alone() -> None:
 def test_sums_of_experts_are_wider_than_the_model() -> None:
     """Of every choice the result, as it is and weighted; of every row the sum, here and on its way."""
     model, half = ModelConfig.from_dict(CHAT), spec("prefill", layers=(28,))
-    one, none = (
-        instance_memory(half, replace(model, moe_topk=topk))[0].parts["workspace"] for topk in (1, 0)
-    )
+    one, none = (instance_memory(half, replace(model, moe_topk=topk))[0].parts["workspace"] for topk in (1, 0))
     assert one - none == half.engine.max_num_batched_tokens * (2 * 6144 * 4 + 3 * 2048 * 2)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from longcat_pd.config.offline import OfflineRun, load
+from longcat_pd.config.offline import OfflineRun, in_dialect, load
 from longcat_pd.config.quantization import int8_section
 from longcat_pd.errors import ConfigError
 from longcat_pd.tiny.configs import make_config
@@ -116,7 +116,15 @@ def test_every_section_reaches_its_record(tmp_path: Path) -> None:
     assert not spec.engine.prefix_cache, "prompts that are alike would not be measured"
     assert (run.data.dataset, run.data.input_truncated_len) == (str(lines), 40)
     assert (run.batch_size, run.max_new_tokens) == (4, 8)
-    assert (run.npu.enable_limit_core_num, run.npu.moe_aic_num) == (False, 6)
+    assert run.idle == ("model_config.custom_params.moe_aic_num=6",)
+
+
+def test_what_is_stated_and_says_nothing_to_the_device_is_found(tmp_path: Path) -> None:
+    assert read(tmp_path).idle == ()
+    stated = {"enable_prefetch": False, "enable_limit_core_num": True, "enable_mla_prolog": True}
+    assert read(tmp_path, model_config__custom_params=stated).idle == (
+        "model_config.custom_params.enable_limit_core_num=true",
+    )
 
 
 def test_the_whole_batch_fits_at_full_length_and_a_chunk_holds_its_prompts(tmp_path: Path) -> None:
@@ -160,15 +168,20 @@ def test_both_spellings_are_read(tmp_path: Path, names: tuple[str, str]) -> None
         ),
         (
             {"world_size": 4, "attn_tp_size": 3},
-            "parallel_config: attn_tp_size 3 x attn_dp_size 1 = 3, but world_size=4",
+            "parallel_config.attn_tp_size=3: does not divide world_size=4",
+        ),
+        ({"world_size": 4, "attn_tp_size": 8}, "parallel_config.attn_tp_size=8: does not divide world_size=4"),
+        (
+            {"world_size": 4, "attn_tp_size": 4, "moe_tp_size": 8},
+            "parallel_config.moe_tp_size=8: does not divide world_size=4",
         ),
         (
             {"world_size": 4, "attn_tp_size": 4, "moe_tp_size": 2, "moe_ep_size": 4},
             "parallel_config: moe_tp_size 2 x moe_ep_size 4 = 8 does not divide world_size=4",
         ),
         (
-            {"world_size": 4, "attn_tp_size": 4, "lmhead_tp_size": 3},
-            "parallel_config.lmhead_tp_size=3: does not divide world_size=4",
+            {"world_size": 4, "attn_tp_size": 4, "lmhead_tp_size": 8},
+            "parallel_config.lmhead_tp_size=8: does not divide the 4 ranks of the instance",
         ),
         (
             {"world_size": 4, "attn_tp_size": 4, "ep_size": 2, "moe_ep_size": 4},
@@ -300,3 +313,25 @@ def test_a_shipped_npu_file_has_the_layout_of_its_name(file: Path, tmp_path: Pat
         assert {parallel.attn_tp_size, parallel.moe_tp_size, parallel.dense_tp_size, parallel.lmhead_tp_size} == {tp}
     assert ("mtp" in words) == (run.instance.engine.num_draft_tokens > 0)
     assert parallel.dense_tp_size == (8 if {"densetp8", "8tp"} & set(words) else 1)
+
+
+def test_common_rules_about_tables_are_told_in_the_dialect(tmp_path: Path) -> None:
+    key = "model_config.custom_params.ngram_embed_tp_size"
+    sizes = {"world_size": 2, "attn_tp_size": 2}
+    (line,) = findings(tmp_path, parallel_config=sizes, model_config__custom_params={"ngram_embed_tp_size": 4})
+    assert line == f"{key}=4: does not divide the 2 ranks of the instance"
+    checkpoint(tmp_path / "chat", make_config("chat", (), dtype="float32"))
+    (line,) = findings(
+        tmp_path,
+        parallel_config=sizes,
+        model_config__model_name="longcat_flash",
+        model_config__model_path="chat",
+        model_config__custom_params={"ngram_embed_tp_size": 2},
+    )
+    assert line == f"{key}=2: has no effect, the checkpoint has no n-gram tables; leave it out"
+
+
+def test_texts_that_come_later_are_in_the_dialect_too() -> None:
+    said = "standalone.engine.compile_cache=/x: no folder; model.dtype=float32 is needed by model.layers.0.mlp"
+    wanted = "model_config.output_path=/x: no folder; model_config.dtype=float32 is needed by model.layers.0.mlp"
+    assert in_dialect(said) == wanted

@@ -61,6 +61,12 @@ def test_a_chunk_that_is_not_level_is_worth_a_word(cluster: Path) -> None:
     assert "multiple of 32" in plan(cluster, "prefill.engine.max_num_batched_tokens=48")[-1]
 
 
+def test_two_levels_of_which_one_is_idle_are_worth_a_word(cluster: Path) -> None:
+    sizes = "prefill.parallel={pp_size: 1, cp_size: 4, ep_size: 4, moe_dispatch: two_level%s}"
+    assert "advice: two_level on one node is all_to_all" in plan(cluster, sizes % "")[-1]
+    assert not any("two_level on" in line for line in plan(cluster, sizes % ", node_size: 2"))
+
+
 def test_too_little_memory_is_refused_with_its_parts(cluster: Path) -> None:
     spec = instance_spec(load(cluster), "p0")
     ranks = instance_memory(spec, ModelConfig.load(spec.model.path))
