@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from longcat_pd.bench.timed import TimedExecutor
 from longcat_pd.clock import MonotonicClock
 from longcat_pd.config import resolve
 from longcat_pd.engine.driver import Engine
@@ -18,6 +17,7 @@ from longcat_pd.engine.request import Request, SamplingParams
 from longcat_pd.engine.scheduler import DECODE_PLANS
 from longcat_pd.metrics import Metrics
 from longcat_pd.server.launch import ForkedRanks
+from longcat_pd.standalone.recorder import StepRecorder, Steps
 from longcat_pd.wire import to_json
 
 RANK_ENTRY = "longcat_pd.bench.rank:main"
@@ -26,7 +26,7 @@ LIMIT_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Driven:
-    """An engine that has started. ``step_s``: see ``TimedExecutor``; whoever reads it may clear it."""
+    """An engine that has started. ``step_s``: see ``Steps``."""
 
     engine: Engine
     metrics: Metrics
@@ -58,11 +58,11 @@ async def driven(
     clock, metrics = MonotonicClock(), Metrics(role=spec.role, instance=spec.name)
     ranks = rank_specs(spec, "bench")
     processes = ForkedRanks(RANK_ENTRY, [to_json(rank) for rank in ranks], clock=clock)
-    timed = TimedExecutor(ProcessExecutor(ranks, processes, config=spec.engine, clock=clock))
+    steps = Steps()
     engine = Engine(
         spec.engine,
         spec.parallel,
-        executor=timed,
+        executor=StepRecorder(ProcessExecutor(ranks, processes, config=spec.engine, clock=clock), steps),
         eos_token_ids=frozenset(),
         clock=clock,
         metrics=metrics,
@@ -70,6 +70,6 @@ async def driven(
     )
     await engine.start()
     try:
-        yield Driven(engine=engine, metrics=metrics, step_s=timed.step_s)
+        yield Driven(engine=engine, metrics=metrics, step_s=steps.step_s)
     finally:
         await engine.close()

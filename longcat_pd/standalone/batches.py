@@ -46,7 +46,8 @@ class Batches:
                 for number, answer in enumerate(batch, start + 1):
                     self._tell(number, len(waiting), answer=answer)
                 batches.append(batch)
-            for line in table(batches, self._measured.decode_ms, self._measured.acceptance.mean()):
+            steps = self._measured.steps
+            for line in table(batches, steps.all_ms(), steps.tokens_per_row()):
                 self._out.write(f"{line}\n")
             self._out.flush()
         finally:

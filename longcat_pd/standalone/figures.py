@@ -1,53 +1,13 @@
-"""What an offline run took: the durations that engine and ranks measure themselves, and the table that tells of them.
+"""What an offline run took: the table that tells of durations, which engine and ranks measure themselves.
 
 Knows no files and no prompts.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
-
-from longcat_pd.engine.executor import Executor, OnClosed, OnFailure, Ready
-from longcat_pd.engine.plan import StepOutput, StepPlan
-from longcat_pd.engine.roster import RankState
-
-
-class StepRecorder:
-    """An executor that passes everything on and notes how long decode steps take.
-
-    Args:
-        decode_ms: where the slowest rank's duration of each is put.
-    """
-
-    def __init__(self, executor: Executor, decode_ms: list[float]) -> None:
-        self._decode_ms = decode_ms
-        self._executor = executor
-
-    async def start(self, on_closed: OnClosed, on_failure: OnFailure) -> Ready:
-        """As the executor does."""
-        return await self._executor.start(on_closed, on_failure)
-
-    def submit(self, plan: StepPlan) -> asyncio.Future[tuple[StepOutput, ...]]:
-        """As the executor does."""
-        outputs = self._executor.submit(plan)
-        if plan.phase == "decode" and plan.segments:
-            outputs.add_done_callback(self._note)
-        return outputs
-
-    def rank_states(self) -> tuple[RankState, ...]:
-        """As the executor does."""
-        return self._executor.rank_states()
-
-    async def close(self) -> None:
-        """As the executor does."""
-        await self._executor.close()
-
-    def _note(self, outputs: asyncio.Future[tuple[StepOutput, ...]]) -> None:
-        if not outputs.cancelled() and outputs.exception() is None:
-            self._decode_ms.append(max(output.compute_ms for output in outputs.result()))
 
 
 @dataclass(frozen=True, kw_only=True)

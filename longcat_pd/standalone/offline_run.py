@@ -7,15 +7,18 @@ Owns the order of things, what is looked at before a rank starts, and what is pr
 from __future__ import annotations
 
 import asyncio
+import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from longcat_pd.config.offline import in_dialect, load
+from longcat_pd.config.offline import OfflineRun, in_dialect, load
+from longcat_pd.config.schema import InstanceSpec
 from longcat_pd.errors import ConfigError
 from longcat_pd.models.checkpoint import lacking
+from longcat_pd.server.run import STATUS_CUT, STATUS_OK
 from longcat_pd.server.text import TextProcessor
 from longcat_pd.sizing import preflight
 from longcat_pd.standalone.batches import Batches
@@ -28,10 +31,32 @@ def run(model_name: str, path: str, overrides: Sequence[str], *, only_check: boo
     asked = load(path, overrides)
     if asked.model_name != model_name:
         raise ConfigError(f"--model {model_name}: {path} is for model_config.model_name={asked.model_name}")
-    spec = unattended(asked.instance)
+    if asked.keeps_compiled:
+        return _until_cancelled(_run(asked, unattended(asked.instance), only_check=only_check, out=out))
+    with tempfile.TemporaryDirectory(prefix="longcat-pd-compiled-") as folder:
+        engine = replace(asked.instance.engine, compile_cache=folder)
+        spec = unattended(replace(asked.instance, engine=engine))
+        return _until_cancelled(_run(asked, spec, only_check=only_check, out=out))
+
+
+def _until_cancelled(work: Coroutine[Any, Any, int]) -> int:
+    """The exit status of ``work``. One that SIGTERM cancels has ended its ranks, and its folders end behind it."""
+    try:
+        return asyncio.run(work)
+    except asyncio.CancelledError:
+        return STATUS_CUT
+
+
+async def _run(asked: OfflineRun, spec: InstanceSpec, *, only_check: bool, out: TextIO) -> int:
+    """Everything behind the file. ``spec``: of ``asked``, with its ports and the folder of compiled steps."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # counts from where ranks are waited for
     found = preflight.inspect(spec)
     for line in found.plan:
         out.write(f"{line}\n")
+    if asked.idle:
+        out.write(f"  of no effect on {spec.device}: {', '.join(asked.idle)}\n")
     out.flush()
     findings = list(found.findings)
     if spec.model.weights == "checkpoint":
@@ -41,9 +66,5 @@ def run(model_name: str, path: str, overrides: Sequence[str], *, only_check: boo
     text = TextProcessor.load(spec.model.path)
     waiting = prompts(asked.data, asked.batch_size, text)
     if only_check:
-        return 0
-    if asked.keeps_compiled:
-        return asyncio.run(Batches(asked, spec, text, out=out).answer(waiting))
-    with tempfile.TemporaryDirectory(prefix="longcat-pd-compiled-") as folder:
-        spec = replace(spec, engine=replace(spec.engine, compile_cache=folder))
-        return asyncio.run(Batches(asked, spec, text, out=out).answer(waiting))
+        return STATUS_OK
+    return await Batches(asked, spec, text, out=out).answer(waiting)

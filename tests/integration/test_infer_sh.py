@@ -6,6 +6,7 @@ The installation itself is not tried here: the script finds an up-to-date enviro
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -142,3 +143,43 @@ def test_a_file_of_bodies_is_answered_by_several_ranks_too(clone: Clone, tmp_pat
         tokens.append([json.loads(line)["choices"][0]["token_ids"] for line in done.stdout.splitlines()])
     assert len(tokens[0]) == 3
     assert tokens[0] == tokens[1]
+
+
+def test_a_run_that_is_told_to_end_leaves_no_folder(clone: Clone, tmp_path: Path) -> None:
+    assert infer(clone, *LITE, *EP, "--check").returncode == 0
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"input": "Who?"}\n' * 2000)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    custom = "model_config.custom_params.moe_aic_num=6"
+    settings = [*SHORT, *ONE_RANK, f"data_config.dataset={lines}", custom]
+    command = ["bash", str(clone.path / "deploy" / "infer.sh"), *LITE, *EP, *(p for s in settings for p in ("--set", s))]
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    with subprocess.Popen(command, cwd=clone.path, env=environment, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        seen = []
+        for line in running.stdout:
+            seen.append(line)
+            if line.startswith("--- prompt 1 of"):
+                break
+        assert list(scratch.glob("longcat-pd-compiled-*"))
+        running.terminate()
+        rest = running.stdout.read()
+        assert running.wait(timeout=60) == 3
+    assert f"  of no effect on cpu: {custom}\n" in seen
+    assert "tokens/s while decoding" not in rest
+    assert not list(scratch.glob("longcat-pd-*"))
+
+
+def test_the_plan_names_the_folder_that_graphs_go_to(clone: Clone, tmp_path: Path) -> None:
+    inductor = ("model_config.exe_mode=inductor",)
+    checked = infer(clone, *LITE, *EP, "--check", settings=inductor)
+    assert checked.returncode == 0, checked.stderr
+    assert re.search(r"kept in \S*/longcat-pd-compiled-", checked.stdout)
+    keeps = ("model_config.enable_cache_compile=true", f"model_config.output_path={tmp_path / 'out'}")
+    kept = infer(clone, *LITE, *EP, "--check", settings=(*inductor, *keeps))
+    assert f"kept in {tmp_path / 'out' / 'compile_cache'}" in kept.stdout
+    (tmp_path / "file").write_text("")
+    wrong = (*inductor, keeps[0], f"model_config.output_path={tmp_path / 'file'}")
+    refused = infer(clone, *LITE, *EP, "--check", settings=wrong)
+    assert refused.returncode == 2 and "error: model_config.output_path=" in refused.stderr

@@ -6,7 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -15,8 +15,6 @@ from longcat_pd.bench.driven import Driven
 from longcat_pd.bench.report import BEGIN_STAGES, END
 from longcat_pd.bench.servers import BenchFailed
 from longcat_pd.bench.stages import STAGES, Load, Stage, replay, scaling_rows, stage_table
-from longcat_pd.bench.timed import TimedExecutor
-from longcat_pd.engine.plan import Phase, Segment, StepOutput, StepPlan
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 LOAD = Load(rounds=2, length=5, num_tokens=3)
@@ -96,32 +94,6 @@ def test_every_stage_has_fewer_twins_than_the_one_before_or_another_execution() 
     assert [stage.is_compiled for stage in STAGES] == [False] * 5 + [True] * 2
     published = [stage.published_ms for stage in STAGES]
     assert published == sorted(published, reverse=True)
-
-
-class Answers:
-    """An executor that answers at once; the second rank is the slower one."""
-
-    def submit(self, plan: StepPlan) -> asyncio.Future[tuple[StepOutput, ...]]:
-        outputs = asyncio.get_running_loop().create_future()
-        if plan.step_id == 4:
-            outputs.set_exception(RuntimeError("a rank is gone"))
-        else:
-            outputs.set_result(tuple(StepOutput(step_id=plan.step_id, rank=rank, compute_ms=3.0 + rank) for rank in (0, 1)))
-        return outputs
-
-
-def test_steps_are_timed_by_how_many_sequences_they_have() -> None:
-    async def timed() -> dict[int, list[float]]:
-        executor = TimedExecutor(cast(Any, Answers()))
-        told: list[tuple[Phase, int]] = [("prefill", 1), ("decode", 1), ("decode", 0), ("decode", 2), ("decode", 2)]
-        for number, (phase, count) in enumerate(told):
-            segments = tuple(Segment(slot=slot, start=-1, num_tokens=1, is_last=True) for slot in range(count))
-            outputs = executor.submit(StepPlan(step_id=number, phase=phase, segments=segments))
-            await asyncio.wait([outputs])
-            outputs.exception()
-        return executor.step_s
-
-    assert asyncio.run(timed()) == {1: [0.004], 2: [0.004]}
 
 
 def test_our_page_has_a_place_for_the_stages() -> None:

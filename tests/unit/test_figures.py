@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-
-from longcat_pd.engine.executor import OnClosed, OnFailure, Ready
-from longcat_pd.engine.plan import Phase, Segment, StepOutput, StepPlan
-from longcat_pd.engine.roster import RankState
-from longcat_pd.errors import RankLost
-from longcat_pd.standalone.figures import Answered, StepRecorder, table
+from longcat_pd.standalone.figures import Answered, table
 
 
 def answered(num_tokens: int, prefill_ms: float, *, first_at: float, ended_at: float) -> Answered:
@@ -44,41 +38,3 @@ def test_answers_of_one_token_have_no_decode_step() -> None:
     rows = list(table([[answered(1, 10.0, first_at=1.0, ended_at=1.0)]], [], None))
     assert "nothing was decoded" in rows
     assert next(row for row in rows if row.startswith("decode step")).split()[-4:] == ["-"] * 4
-
-
-class _Scripted:
-    """Finishes plans when told."""
-
-    def __init__(self) -> None:
-        self.futures: list[asyncio.Future[tuple[StepOutput, ...]]] = []
-
-    async def start(self, on_closed: OnClosed, on_failure: OnFailure) -> Ready:
-        return ()
-
-    def submit(self, plan: StepPlan) -> asyncio.Future[tuple[StepOutput, ...]]:
-        self.futures.append(asyncio.get_running_loop().create_future())
-        return self.futures[-1]
-
-    def rank_states(self) -> tuple[RankState, ...]:
-        return ()
-
-    async def close(self) -> None:
-        pass
-
-
-def plan(phase: Phase, *, is_empty: bool = False) -> StepPlan:
-    segments = () if is_empty else (Segment(slot=0, start=-1, num_tokens=1, is_last=False),)
-    return StepPlan(step_id=1, phase=phase, segments=segments)
-
-
-async def test_decode_steps_are_noted_with_their_slowest_rank() -> None:
-    ranks, noted = _Scripted(), list[float]()
-    recorder = StepRecorder(ranks, noted)
-    asked = [plan("prefill"), plan("decode"), plan("decode", is_empty=True), plan("decode")]
-    passed_on = [recorder.submit(one) for one in asked]
-    assert passed_on == ranks.futures
-    for future in ranks.futures[:3]:
-        future.set_result(tuple(StepOutput(step_id=1, rank=rank, compute_ms=ms) for rank, ms in enumerate((3.0, 5.0))))
-    ranks.futures[3].set_exception(RankLost("gone"))
-    await asyncio.gather(*passed_on, return_exceptions=True)
-    assert noted == [5.0]
