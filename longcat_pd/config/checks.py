@@ -266,7 +266,8 @@ def _check_devices(config: ClusterConfig, found: Findings) -> None:
     for role, pool in pools(config):
         path, world = f"{role}.parallel", pool.parallel.world_size
         group = "kvp_size" if pool.parallel.kvp_size >= pool.parallel.attn_tp_size else "attn_tp_size"
-        axes = ("pp_size", "cp_size") if role == "prefill" else ("dp_size", group)
+        usual = ("pp_size", "cp_size") if role == "prefill" else ("dp_size", group)
+        axes = [axis for axis in ("pp_size", "dp_size", "cp_size", group) if axis in usual or vars(pool.parallel)[axis] > 1]
         shape = " x ".join(f"{axis} {vars(pool.parallel)[axis]}" for axis in axes)
         for place, instance in enumerate(pool.instances):
             devices = len(instance.nodes) * config.devices_per_node

@@ -227,7 +227,7 @@ def _with_stages(role: Role, parallel: ParallelConfig, *, model: ModelConfig, fo
     if parallel.pp_size > model.num_layers:
         key = f"{role}.parallel.pp_size"
         found.cross([key], f"{key}={parallel.pp_size}: more stages than the checkpoint's {model.num_layers} layers")
-    stages = parallel.layers_per_stage or even_stages(model.num_layers, parallel.pp_size)
+    stages = parallel.layers_per_stage or even_stages(model.num_layers, min(parallel.pp_size, model.num_layers))
     return dataclasses.replace(parallel, layers_per_stage=stages)
 
 

@@ -52,7 +52,7 @@ def truncated(ids: Sequence[int], limit: int) -> tuple[int, ...]:
 def _lines(file: Path) -> list[str]:
     key = "data_config.dataset"
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # other ends of lines may stand in a text
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key}={file}: cannot be read: {error}", param=key) from error
     texts = [_text(line, f"{key}={file}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
@@ -64,9 +64,12 @@ def _lines(file: Path) -> list[str]:
 def _text(line: str, where: str) -> str:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: is not JSON", param="data_config.dataset") from error
     parts = [record.get(name, "") for name in ("context", "input")] if isinstance(record, dict) else [None]
     if not all(isinstance(part, str) for part in parts) or not any(parts):
         raise ConfigError(f"{where}: must be an object with the texts context and input", param="data_config.dataset")
-    return "\n\n".join(part for part in parts if part)
+    text = "\n\n".join(part for part in parts if part)
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ConfigError(f"{where}: has half of a surrogate pair, which is no text", param="data_config.dataset")
+    return text

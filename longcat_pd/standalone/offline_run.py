@@ -40,7 +40,7 @@ def run(model_name: str, path: str, overrides: Sequence[str], *, only_check: boo
 
 
 def _until_cancelled(work: Coroutine[Any, Any, int]) -> int:
-    """The exit status of ``work``. One that SIGTERM cancels has ended its ranks, and its folders end behind it."""
+    """The exit status of ``work``. One that a signal cancels has ended its ranks, and its folders end behind it."""
     try:
         return asyncio.run(work)
     except asyncio.CancelledError:
@@ -51,7 +51,8 @@ async def _run(asked: OfflineRun, spec: InstanceSpec, *, only_check: bool, out: 
     """Everything behind the file. ``spec``: of ``asked``, with its ports and the folder of compiled steps."""
     task = asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # counts from where ranks are waited for
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # they count from where ranks are waited for
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     found = preflight.inspect(spec)
     for line in found.plan:
         out.write(f"{line}\n")

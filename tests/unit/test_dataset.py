@@ -39,6 +39,13 @@ def test_a_file_is_read_whole_and_repeated_to_fill_a_batch(text: TextProcessor, 
     assert prompts(data, 5, text) == [*all_three, *all_three[:2]]
 
 
+def test_a_text_may_hold_other_ends_of_lines_and_a_file_a_mark_of_its_order(text: TextProcessor, tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    file.write_bytes('\ufeff{"input": "a\u2028b\u0085c"}\r\n{"input": "d"}'.encode())
+    made = prompts(DataPart(dataset=str(file), input_truncated_len=4096), 1, text)
+    assert made == [chat(text, item) for item in ("a\u2028b\u0085c", "d")]
+
+
 def test_the_middle_is_cut() -> None:
     assert truncated(range(7), 7) == tuple(range(7))
     assert truncated(range(10), 7) == (0, 1, 2, 6, 7, 8, 9)
@@ -59,6 +66,8 @@ def test_every_prompt_is_cut(text: TextProcessor) -> None:
         ('{"question": "a"}', "line 1: must be an object with the texts context and input"),
         ('{"input": 5}', "line 1: must be an object"),
         ("[1]", "line 1: must be an object"),
+        ("[" * 100_000, "line 1: is not JSON"),
+        ('{"input": "a \\ud800"}', "line 1: has half of a surrogate pair"),
     ],
 )
 def test_other_files_are_refused(text: TextProcessor, tmp_path: Path, content: str, told: str) -> None:

@@ -425,3 +425,13 @@ def test_what_is_shipped_fits_the_checkpoint_that_start_makes(file: Path, tmp_pa
     assert config.prefill is not None and config.decode is not None
     worlds = {"local-cpu": (4, 2), "twin-cpu": (4, 4)}
     assert (config.prefill.parallel.world_size, config.decode.parallel.world_size) == worlds[file.stem]
+
+
+@pytest.mark.parametrize("size", ["pp_size", "cp_size"])
+def test_sizes_beyond_everything_are_refused_at_once(cluster: Path, size: str) -> None:
+    assert any("99999999999" in line for line in refusal(cluster, f"prefill.parallel.{size}=99999999999"))
+
+
+def test_devices_are_counted_with_all_sizes(cluster: Path) -> None:
+    lines = [line for line in refusal(cluster, "decode.parallel.cp_size=50") if "devices_per_node" in line]
+    assert lines and all("cp_size 50" in line for line in lines)
