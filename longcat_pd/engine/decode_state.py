@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from longcat_pd.config.schema import EngineConfig
 from longcat_pd.engine.inputs import NOWHERE
-from longcat_pd.engine.sampler import SamplingRows
+from longcat_pd.engine.sampling_state import SamplingState
 from longcat_pd.engine.slots import SlotState
 from longcat_pd.models.batch import ForwardInputs, Rows
 from longcat_pd.parallel.layout import CacheShard
@@ -28,8 +28,8 @@ class DecodeShape:
     """Sizes of the state.
 
     ``num_slots`` without the padding's; ``num_columns`` of the block tables; ``num_drafts`` of a window; ``ngram_order``:
-    N of the over-embedding, or 0; ``hidden_size`` of the states that the draft layer starts from; ``group_size``: ranks
-    that have the same rows.
+    N of the over-embedding, or 0; ``hidden_size`` of the states that the draft layer starts from; ``vocab_size`` of what is
+    drawn; ``group_size``: ranks that have the same rows.
     """
 
     num_slots: int
@@ -38,6 +38,7 @@ class DecodeShape:
     num_drafts: int
     ngram_order: int
     hidden_size: int
+    vocab_size: int
     group_size: int = 1
 
     @classmethod
@@ -50,6 +51,7 @@ class DecodeShape:
         group_size: int = 1,
         ngram_order: int,
         hidden_size: int,
+        vocab_size: int,
     ) -> DecodeShape:
         """The slots of one group, with tables that cover the longest reservation."""
         num_blocks = -(-(engine.max_model_len + engine.num_draft_tokens) // engine.block_size)
@@ -60,6 +62,7 @@ class DecodeShape:
             num_drafts=engine.num_draft_tokens,
             ngram_order=ngram_order,
             hidden_size=hidden_size,
+            vocab_size=vocab_size,
             group_size=group_size,
         )
 
@@ -92,11 +95,7 @@ class DecodeState(nn.Module):
         self.starts = buffer(shape.num_columns, fill=NOWHERE)
         self.final = buffer(shape.window, shape.hidden_size, dtype=dtype)  # hidden states that were not drafted from
         self.num_final = buffer(fill=1)
-        self.temperature = buffer(dtype=torch.float64)
-        self.top_p = buffer(fill=1.0, dtype=torch.float64)
-        self.top_k = buffer()
-        self.seed = buffer()
-        self.choice = buffer()
+        self.sampling = SamplingState(rows, shape.vocab_size, device)
         self._back = nn.Buffer(self._look_back(device), persistent=False)
 
     @property
@@ -132,20 +131,7 @@ class DecodeState(nn.Module):
         if final is not None:
             self.final[slot, :1] = final
         self.num_final[slot] = 1
-        rule = state.sampling
-        self.temperature[slot] = rule.temperature
-        self.top_p[slot] = rule.top_p
-        self.top_k[slot] = rule.top_k
-        self.seed[slot] = rule.seed
-        self.choice[slot] = rule.choice
-
-    def sampling(self, slots: Tensor) -> SamplingRows:
-        """How the rows of a window are sampled, [B * W] each."""
-        fields = (self.temperature, self.top_p, self.top_k, self.seed, self.choice)
-        temperature, top_p, top_k, seed, choice = (
-            field[slots].unsqueeze(1).expand(-1, self.shape.window).flatten() for field in fields
-        )
-        return SamplingRows(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, choice=choice)
+        self.sampling.seat(slot, state)
 
     def windows(self, line: Tensor) -> Tensor:
         """N-gram windows [B * W, N] of the last W tokens of ``line`` [B, R + W - 1]."""

@@ -60,7 +60,7 @@ class DecodeStep(nn.Module):
             self._model,
             final,
             inputs.outputs,
-            rows=state.sampling(slots),
+            rows=state.sampling.rows(slots, positions + 1, line[:, shape.history :]),
             positions=positions.flatten() + 1,
             num_candidates=num_candidates,
             ops=self._ops,
@@ -76,6 +76,7 @@ class DecodeStep(nn.Module):
         put(state.recent, slots, line.gather(1, kept))
         grown = torch.where(slots == state.padding, 0, count)
         put(state.num_tokens, slots, state.num_tokens[slots] + grown)
+        state.sampling.count(slots, line[:, shape.history :], grown)
         if self._drafts is not None:
             put(state.final, slots, final.view(-1, shape.window, shape.hidden_size))
             put(state.num_final, slots, count)

@@ -39,6 +39,7 @@ class Decoder:
             group_size=mesh.axis("attn_tp").size,
             ngram_order=loaded.ngram_order,
             hidden_size=loaded.hidden_size,
+            vocab_size=loaded.vocab_size,
         )
         self._group = group
         self._num_drafts = shape.num_drafts

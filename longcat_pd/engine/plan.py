@@ -20,7 +20,10 @@ Phase = Literal["prefill", "decode"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotSampling:
-    """What a rank's sampler needs of SamplingParams."""
+    """What a rank's sampler needs of SamplingParams.
+
+    ``ends``: the ids that are not drawn before ``min_tokens`` are generated.
+    """
 
     temperature: float
     top_p: float
@@ -28,6 +31,19 @@ class SlotSampling:
     seed: int
     choice: int
     num_logprobs: int | None
+    min_p: float = 0.0
+    min_tokens: int = 0
+    ends: tuple[int, ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def has_edits(self) -> bool:
+        """Whether tokens are drawn from other logits than the model's."""
+        has_penalty = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+        return has_penalty or self.min_tokens > 0 or bool(self.logit_bias)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

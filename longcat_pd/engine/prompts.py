@@ -13,6 +13,7 @@ import torch
 from longcat_pd.engine.inputs import InputsBuilder
 from longcat_pd.engine.rank_model import RankModel
 from longcat_pd.engine.sampler import SamplingRows, drawn
+from longcat_pd.engine.sampling_state import SamplingState
 from longcat_pd.engine.slots import Load, SlotState, Span
 from longcat_pd.models.batch import Rows
 from longcat_pd.parallel.collectives import PendingSend
@@ -76,12 +77,13 @@ class PromptStage:
     def _drawn(
         self, final: torch.Tensor, at: Rows, *, states: Sequence[SlotState], num_candidates: int
     ) -> list[FirstToken]:
+        positions = torch.tensor([state.num_tokens for state in states], dtype=torch.int64, device=final.device)
         ids, logits = drawn(
             self._loaded.model,
             final,
             at,
-            rows=SamplingRows.of([state.sampling for state in states], final.device),
-            positions=torch.tensor([state.num_tokens for state in states], dtype=torch.int64, device=final.device),
+            rows=self._rows(states, positions),
+            positions=positions,
             num_candidates=num_candidates,
             ops=self._loaded.ops,
         )
@@ -92,6 +94,16 @@ class PromptStage:
             FirstToken(state, token, logits[row : row + 1], final[row : row + 1])
             for row, (state, token) in enumerate(zip(states, tokens, strict=True))
         ]
+
+    def _rows(self, states: Sequence[SlotState], positions: torch.Tensor) -> SamplingRows:
+        """How first tokens are sampled. Nothing is kept: they may decode elsewhere, and tables are made where they do."""
+        if not any(state.sampling.has_edits for state in states):
+            return SamplingRows.of([state.sampling for state in states], positions.device)
+        known = SamplingState(len(states), self._loaded.vocab_size, positions.device)
+        for place, state in enumerate(states):
+            known.seat(place, state)
+        places = torch.arange(len(states), device=positions.device)
+        return known.rows(places, positions.unsqueeze(1), positions.new_empty((len(states), 0)))
 
     def _received(self, num_rows: int) -> torch.Tensor:
         pp = self._mesh.axis("pp")

@@ -25,7 +25,8 @@ class RankModel:
     """A rank's part of the model, and its cache.
 
     ``ngram_order``: N of the over-embedding where this stage embeds with it, else 0. ``hidden_size`` and ``dtype`` are
-    those of what travels between stages. ``has_draft``: the draft layer is here. ``memory``: what is allocated.
+    those of what travels between stages; ``vocab_size`` of what is drawn from. ``has_draft``: the draft layer is here.
+    ``memory``: what is allocated.
     """
 
     model: CausalLM
@@ -35,6 +36,7 @@ class RankModel:
     dtype: torch.dtype
     device: torch.device
     ngram_order: int
+    vocab_size: int
     model_digest: str
     weight_bytes: int
     load_s: float
@@ -52,8 +54,7 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
     began = time.monotonic()
     config = ModelConfig.load(instance.model.path)
     dtype = _data_type(config.torch_dtype if instance.model.dtype == "auto" else instance.model.dtype)
-    device = torch.device(instance.device)
-    pp = mesh.axis("pp")
+    device, pp = torch.device(instance.device), mesh.axis("pp")
     layers = layers_of_stage(instance.parallel, config.num_layers, pp.rank)
     is_last = pp.rank == pp.size - 1
     has_draft = is_last and instance.engine.num_draft_tokens > 0
@@ -86,6 +87,7 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
         dtype=dtype,
         device=device,
         ngram_order=config.over_embedding.oe_neighbor_num if config.over_embedding and context.is_first else 0,
+        vocab_size=config.vocab_size,
         model_digest=checkpoint_digest(Path(instance.model.path), has_weights=has_weights),
         weight_bytes=weight_bytes,
         load_s=time.monotonic() - began,

@@ -12,6 +12,8 @@ from typing import Literal
 
 from longcat_pd.errors import InvalidRequest
 
+MAX_BIAS = 1024  # token ids that a request may favour or disfavour
+
 Hop = Literal["queued", "offered", "prefilling", "transferring", "decoding"]
 
 
@@ -27,7 +29,9 @@ class SamplingParams:
     """How tokens are chosen. Validated at construction: InvalidRequest names the field.
 
     ``temperature`` 0 is arg-max; ``top_k`` 0 is off; ``num_logprobs`` None: no log-probs, n: those of the token and of the
-    n best. ``seed`` and ``choice`` key every draw together with the position.
+    n best. ``seed`` and ``choice`` key every draw together with the position. ``min_p`` 0 is off; ``logit_bias``: ids and
+    what is added to their logits. Fewer than ``min_tokens`` generated: no EOS and none of ``stop_token_ids``, also if EOS
+    would not stop.
     """
 
     temperature: float = 1.0
@@ -39,6 +43,12 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     num_logprobs: int | None = None
     ignore_eos: bool = False
+    min_p: float = 0.0
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         checks = (
@@ -47,6 +57,12 @@ class SamplingParams:
             ("top_k", self.top_k >= 0, self.top_k, ">= 0, 0 = off"),
             ("max_tokens", self.max_tokens >= 1, self.max_tokens, ">= 1"),
             ("seed", -(2**63) <= self.seed < 2**63, self.seed, "64-bit signed"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, self.min_p, "0 ... 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, self.min_tokens, f"0 ... {self.max_tokens}"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, self.presence_penalty, "-2 ... 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, self.frequency_penalty, "-2 ... 2"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 2.0, self.repetition_penalty, "0 < r <= 2"),
+            ("logit_bias", len(self.logit_bias) <= MAX_BIAS, f"{len(self.logit_bias)} ids", f"0 ... {MAX_BIAS}"),
             ("logprobs", self.num_logprobs is None or 0 <= self.num_logprobs <= 20, self.num_logprobs, "0 ... 20"),
         )
         for name, ok, value, allowed in checks:

@@ -6,13 +6,14 @@ is keyed by (seed, choice, position) alone, the order of everything is by token 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from longcat_pd.engine.plan import SlotSampling
-from longcat_pd.kernels.ops import Ops
+from longcat_pd.kernels.ops import Edits, Ops
 from longcat_pd.models.batch import Rows
 from longcat_pd.models.causal_lm import CausalLM
 
@@ -28,20 +29,24 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingRows:
-    """How each row of a batch is sampled, as tensors [R] on one device: the first two fp64, the others int64.
+    """How each row of a batch is sampled, as tensors [R] on one device: the first three fp64, the others int64.
 
-    ``temperature`` 0 is arg-max, ``top_k`` 0 and ``top_p`` 1 are off; ``seed`` and ``choice`` key the draws.
+    ``temperature`` 0 is arg-max, ``top_k`` 0 and ``top_p`` 1 are off; ``floor``: see ``floor_of``; ``seed`` and ``choice``
+    key the draws. ``edits``: what is done to logits first; None: nothing.
     """
 
     temperature: torch.Tensor
     top_p: torch.Tensor
+    floor: torch.Tensor
     top_k: torch.Tensor
     seed: torch.Tensor
     choice: torch.Tensor
+    edits: Edits | None = None
 
     @classmethod
     def of(cls, rules: Sequence[SlotSampling], device: torch.device) -> SamplingRows:
-        """One row for each rule."""
+        """One row for each rule; none of them edits logits."""
+        assert not any(rule.has_edits for rule in rules)
 
         def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
@@ -49,16 +54,25 @@ class SamplingRows:
         return cls(
             temperature=column([rule.temperature for rule in rules], torch.float64),
             top_p=column([rule.top_p for rule in rules], torch.float64),
+            floor=column([floor_of(rule) for rule in rules], torch.float64),
             top_k=column([rule.top_k for rule in rules], torch.int64),
             seed=column([rule.seed for rule in rules], torch.int64),
             choice=column([rule.choice for rule in rules], torch.int64),
         )
 
 
+def floor_of(rule: SlotSampling) -> float:
+    """The log of ``min_p``: an id that is fainter than the best by more is not drawn."""
+    return math.log(rule.min_p) if rule.min_p > 0.0 else -math.inf
+
+
 def sample(logits: torch.Tensor, rows: SamplingRows, positions: torch.Tensor, ops: Ops) -> torch.Tensor:
     """Ids [R] of a token for each row of ``logits`` [R, V] fp32; ``positions`` [R] are their places in their sequences."""
     uniform = ops.keyed_uniform(rows.seed, rows.choice, positions)
-    return ops.draw(logits, temperature=rows.temperature, top_k=rows.top_k, top_p=rows.top_p, uniform=uniform)
+    filters = {"top_k": rows.top_k, "top_p": rows.top_p, "floor": rows.floor, "uniform": uniform}
+    if rows.edits is None:
+        return ops.draw(logits, temperature=rows.temperature, **filters)
+    return ops.draw_edited(logits, rows.edits, temperature=rows.temperature, **filters)
 
 
 def drawn(
@@ -73,13 +87,13 @@ def drawn(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids [R] behind final hidden states [R, hidden], and their logits [R, V]; [R, 0] where only candidates are looked at.
 
-    ``num_candidates``: see ``slots.candidates_wanted``. Where the head is split, only these travel.
+    ``num_candidates``: see ``slots.candidates_wanted``. Where the head is split, only these travel, and no row edits them.
     """
     if not num_candidates:
         logits = model.logits(final, at)
         return sample(logits, rows, positions, ops), logits
     values, ids = model.candidates(final, at, num_candidates)
-    picked = sample(values, rows, positions, ops)
+    picked = sample(values, replace(rows, edits=None), positions, ops)
     return ids.gather(1, picked.unsqueeze(1)).squeeze(1), values[:, :0]
 
 

@@ -247,7 +247,7 @@ class Scheduler:
             num_computed=seq.num_computed,
             blocks=pack(seq.blocks),
             split_start=seq.split.start,
-            sampling=_for_slot(seq.request.sampling),
+            sampling=_for_slot(seq.request.sampling, self._eos_token_ids),
             push=seq.push,
             arrival=seq.arrival.transfer_id if seq.arrival else None,
             draft_state=seq.draft_state,
@@ -270,7 +270,7 @@ class Scheduler:
         return tokens
 
 
-def _for_slot(sampling: SamplingParams) -> SlotSampling:
+def _for_slot(sampling: SamplingParams, eos_token_ids: frozenset[int]) -> SlotSampling:
     """What the ranks' sampler needs."""
     return SlotSampling(
         temperature=sampling.temperature,
@@ -279,6 +279,13 @@ def _for_slot(sampling: SamplingParams) -> SlotSampling:
         seed=sampling.seed,
         choice=sampling.choice,
         num_logprobs=sampling.num_logprobs,
+        min_p=sampling.min_p,
+        min_tokens=sampling.min_tokens,
+        ends=tuple(sorted(eos_token_ids.union(sampling.stop_token_ids))) if sampling.min_tokens else (),
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias,
     )
 
 

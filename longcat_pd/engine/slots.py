@@ -85,6 +85,7 @@ class SlotState:
         known = np.asarray(wire.unpack(admit.token_ids), dtype=np.int64)
         self.slot = admit.slot
         self.sampling: SlotSampling = admit.sampling
+        self.prompt_len = admit.prompt_len
         self.push: Push | None = admit.push
         self.split = BlockSplit(num_ranks, block_size, admit.split_start)
         self.blocks: Int64s = np.asarray(wire.unpack(admit.blocks), dtype=np.int64)
@@ -130,11 +131,11 @@ class Span:
 def candidates_wanted(rules: Iterable[SlotSampling]) -> int:
     """Among how many of the best ids of a row its token is to be found, whichever of these rules it has; 0: among all.
 
-    One of the few numbers that a step is made for. Log-probs need the logits of all ids.
+    One of the few numbers that a step is made for. Log-probs need the logits of all ids, and so does who changes them.
     """
     most = 1
     for rule in rules:
-        if rule.num_logprobs is not None:
+        if rule.num_logprobs is not None or rule.has_edits:
             return 0
         if rule.temperature > 0.0:
             if not 0 < rule.top_k <= MAX_CANDIDATES:

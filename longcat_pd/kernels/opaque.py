@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longcat_pd.kernels.node import node
-from longcat_pd.kernels.ops import MAX_ELEMENTS, Ops
+from longcat_pd.kernels.ops import MAX_ELEMENTS, Edits, Ops
 from longcat_pd.kernels.reference import steady_table, table
 from longcat_pd.kernels.unfused import unfused as with_twins
 
@@ -47,6 +47,7 @@ def sealed(ops: Ops, *, is_steady: bool, unfused: Collection[str] = ()) -> Ops:
         grouped_experts=partial(_experts, kind),
         keyed_uniform=_keyed_uniform,
         draw=_drawn,
+        draw_edited=_drawn_edited,
     )
 
 
@@ -90,8 +91,23 @@ def _experts(
     return out
 
 
-def _drawn(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-    ids: Tensor = _draw(logits, temperature, top_k, top_p, uniform)
+class _Filters(NamedTuple):
+    """How rows are drawn; operators take them as one list."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    floor: Tensor
+    uniform: Tensor
+
+
+def _drawn(logits: Tensor, **filters: Tensor) -> Tensor:
+    ids: Tensor = _draw(logits, [*_Filters(**filters)])
+    return ids
+
+
+def _drawn_edited(logits: Tensor, edits: Edits, **filters: Tensor) -> Tensor:
+    ids: Tensor = _draw_edited(logits, [*edits], [*_Filters(**filters)])
     return ids
 
 
@@ -203,13 +219,22 @@ def _linear_int8(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return _ops("").linear_int8(x, weight, scale)
 
 
-def _draw_shapes(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-    return top_k.new_empty(logits.shape[:1])
+def _draw_shapes(logits: Tensor, filters: list[Tensor]) -> Tensor:
+    return logits.new_empty(logits.shape[:1], dtype=torch.int64)
 
 
 @node(_draw_shapes)
-def _draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-    return _ops("").draw(logits, temperature=temperature, top_k=top_k, top_p=top_p, uniform=uniform)
+def _draw(logits: Tensor, filters: list[Tensor]) -> Tensor:
+    return _ops("").draw(logits, **_Filters(*filters)._asdict())
+
+
+def _draw_edited_shapes(logits: Tensor, edits: list[Tensor], filters: list[Tensor]) -> Tensor:
+    return logits.new_empty(logits.shape[:1], dtype=torch.int64)
+
+
+@node(_draw_edited_shapes)
+def _draw_edited(logits: Tensor, edits: list[Tensor], filters: list[Tensor]) -> Tensor:
+    return _ops("").draw_edited(logits, Edits(*edits), **_Filters(*filters)._asdict())
 
 
 def _keyed_uniform_shapes(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:

@@ -252,11 +252,62 @@ class Draw(Protocol):
     """One token for each row of ``logits`` [T, V] fp32 -> ids [T] int64. Everything else is [T]; fp64, ``top_k`` int64.
 
     ``temperature`` 0 takes the arg-max, the lowest id of equal ones. Else the softmax at that temperature, in fp64, is cut:
-    to the ``top_k`` best, equal ones by lower id (0: all); and then to the shortest run of the best whose sum reaches
-    ``top_p`` of what is left (1: all). Of the rest, in the order of ids, the first whose sum exceeds ``uniform`` times all.
+    to the ``top_k`` best, equal ones by lower id (0: all); then to the shortest run of the best whose sum reaches ``top_p``
+    of what is left (1: all); and then to those of at least ``exp(floor)`` times the best (-inf: all). Of the rest, in the
+    order of ids, the first whose sum exceeds ``uniform`` times all.
     """
 
-    def __call__(self, logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor: ...
+    def __call__(
+        self, logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor, uniform: Tensor
+    ) -> Tensor: ...
+
+
+IN_PROMPT, ENDS = 1, 2  # bits of ``Edits.flags``
+
+
+class Edits(NamedTuple):
+    """What changes the logits of T rows before they are drawn from. Tables have a row for each of S sequences.
+
+    Tables: ``counts`` [S, V] int32, how often each id was generated; ``flags`` [S, V] uint8, IN_PROMPT for ids that the
+    prompt has and ENDS for those that end an answer; ``bias_ids`` [S, N] int64 and ``bias`` [S, N] fp32, what is added to
+    which id, 0 where there is nothing.
+
+    Rows: ``seqs`` [T], the sequence; ``drafts`` [T, D], ids that stand between what is counted and the row, -1 for none;
+    ``is_early`` [T] bool, whether the answer may not end yet; ``frequency``, ``presence`` and ``repetition`` [T] fp64.
+    """
+
+    counts: Tensor
+    flags: Tensor
+    bias_ids: Tensor
+    bias: Tensor
+    seqs: Tensor
+    drafts: Tensor
+    is_early: Tensor
+    frequency: Tensor
+    presence: Tensor
+    repetition: Tensor
+
+
+class DrawEdited(Protocol):
+    """Draw from logits that were changed, in fp64 and rounded once: bias, then penalties, then what may not end an answer.
+
+    ``repetition`` divides positive and multiplies other logits of ids that the prompt or the answer has, up to the row and
+    with its drafts. Then ``frequency`` for each time that the answer has the id, and ``presence`` if it does, are
+    subtracted. An id that ENDS is not drawn while ``is_early``. ``logits`` stay as they are; rows without any of this cost
+    what Draw costs.
+    """
+
+    def __call__(
+        self,
+        logits: Tensor,
+        edits: Edits,
+        *,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        floor: Tensor,
+        uniform: Tensor,
+    ) -> Tensor: ...
 
 
 class Overlap(Protocol):
@@ -289,4 +340,5 @@ class Ops:
     ngram_ids: NgramIds
     keyed_uniform: KeyedUniform
     draw: Draw
+    draw_edited: DrawEdited
     overlap: Overlap

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from longcat_pd.engine.request import MAX_BIAS
 from longcat_pd.errors import InvalidRequest, NotFound
 from longcat_pd.server.conversation import read_messages, read_tools
 from longcat_pd.server.fields import Fields, as_integer, out_of_range, parse_json, shown, unsupported, wrong_type
@@ -24,6 +25,7 @@ MAX_CHOICES = 8
 MAX_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16
 _SEED = 2**63
+_MAX_ID_DIGITS = 20  # what is longer is no id of any vocabulary, and no number that is quickly read
 _INERT: dict[str, tuple[Any, ...]] = {
     "echo": (),
     "suffix": ("",),
@@ -72,6 +74,12 @@ class Common:
     ignore_eos: bool = False
     return_token_ids: bool = False
     num_logprobs: int | None = None
+    min_p: float = 0.0
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,10 +155,8 @@ def read_chat(body: Fields, served_name: str) -> ChatBody:
 
 def read_completion(body: Fields, served_name: str) -> CompletionBody:
     """Check a completions body; as ``read_body``."""
-    common = _common(body, served_name)
+    common = _common(body, served_name, max_tokens=DEFAULT_COMPLETION_TOKENS)
     _response_format(body, has_tools=False)
-    if common["max_tokens"] is None:
-        common["max_tokens"] = DEFAULT_COMPLETION_TOKENS
     return CompletionBody(**common, num_logprobs=body.integer("logprobs", 0, MAX_LOGPROBS), prompt=_prompt(body))
 
 
@@ -165,11 +171,12 @@ def check_model(body: Fields, served_name: str) -> str:
     return model
 
 
-def _common(body: Fields, served_name: str) -> dict[str, Any]:
+def _common(body: Fields, served_name: str, *, max_tokens: int | None = None) -> dict[str, Any]:
     model = check_model(body, served_name)
     options = body.object("stream_options") or Fields({})
     old, new = body.integer("max_tokens", 1), body.integer("max_completion_tokens", 1)
-    max_tokens = old if new is None else new
+    given = old if new is None else new
+    max_tokens = max_tokens if given is None else given
     n = body.integer("n", 1, MAX_CHOICES)
     top_k = body.integer("top_k", -1)
     common: dict[str, Any] = {
@@ -187,8 +194,14 @@ def _common(body: Fields, served_name: str) -> dict[str, Any]:
         "stop_token_ids": _stop_token_ids(body),
         "ignore_eos": body.flag("ignore_eos") or False,
         "return_token_ids": body.flag("return_token_ids") or False,
+        "min_p": body.number("min_p", 0, 1) or 0.0,
+        "min_tokens": body.integer("min_tokens", 0, max_tokens) or 0,
+        "presence_penalty": body.number("presence_penalty", -2, 2) or 0.0,
+        "frequency_penalty": body.number("frequency_penalty", -2, 2) or 0.0,
+        "repetition_penalty": body.number("repetition_penalty", 0, 2, above_low=True) or 1.0,
+        "logit_bias": _logit_bias(body),
     }
-    _later(body, max_tokens)
+    _later(body)
     _refused(body, n or 1)
     return common
 
@@ -217,36 +230,28 @@ def _token_id(value: Any, path: str) -> int:
     return token_id
 
 
-def _later(body: Fields, max_tokens: int | None) -> None:
+def _later(body: Fields) -> None:
     """Fields whose effect is not built yet: checked like the others, then only the inert value passes."""
     values: dict[str, Any] = {
-        "min_p": body.number("min_p", 0, 1),
         "include_stop_str_in_output": body.flag("include_stop_str_in_output"),
-        "min_tokens": body.integer("min_tokens", 0, max_tokens),
-        "frequency_penalty": body.number("frequency_penalty", -2, 2),
-        "presence_penalty": body.number("presence_penalty", -2, 2),
         "priority": body.integer("priority", -100, 100),
-        "logit_bias": _logit_bias(body),
     }
-    penalty = body.number("repetition_penalty", 0, 2, above_low=True)
-    if penalty not in (None, 1.0):
-        raise unsupported("repetition_penalty", penalty)
     for name, value in values.items():
         if value:
             raise unsupported(name, body.get(name))
 
 
-def _logit_bias(body: Fields) -> dict[str, Any]:
-    bias = body.object("logit_bias")
-    if bias is None:
-        return {}
-    if len(bias.values) > 1024:
-        raise InvalidRequest(f"logit_bias has {len(bias.values)} entries, at most 1024", param="logit_bias")
-    for token_id in bias.values:
-        if not (token_id.isascii() and token_id.isdigit()):
-            raise out_of_range(bias.path(token_id), token_id, "the vocabulary")
-        bias.number(token_id, -100, 100)
-    return dict(bias.values)
+def _logit_bias(body: Fields) -> tuple[tuple[int, float], ...]:
+    """Ids, not yet compared with a vocabulary, and what is added to their logits; without those that change nothing."""
+    given = body.object("logit_bias") or Fields({})
+    if len(given.values) > MAX_BIAS:
+        raise InvalidRequest(f"logit_bias has {len(given.values)} entries, at most {MAX_BIAS}", param="logit_bias")
+    bias = {}
+    for token_id in given.values:
+        if not (token_id.isascii() and token_id.isdigit()) or len(token_id) > _MAX_ID_DIGITS:
+            raise out_of_range(given.path(token_id), token_id, "the vocabulary")
+        bias[int(token_id)] = given.number(token_id, -100, 100) or 0.0
+    return tuple((token_id, value) for token_id, value in bias.items() if value)
 
 
 def _refused(body: Fields, n: int) -> None:

@@ -28,7 +28,7 @@ class Parsers:
 
     def choice(self, body: Body, prompt_token_ids: Sequence[int], index: int) -> ChoiceText:
         """The reader for one choice of a body."""
-        decoder, stops = self._text.decoder(), StopFinder(body.stop)
+        decoder, stops = self._text.decoder(), StopFinder(body.stop, body.min_tokens)  # a piece of text is that of a token
         if not isinstance(body, ChatBody):
             return ChoiceText(index, decoder, stops=stops, content_field="text")
         splitter = None

@@ -17,6 +17,7 @@ from typing import Protocol
 from longcat_pd.config.schema import EngineConfig, ModelSection
 from longcat_pd.engine.request import Request, SamplingParams, TransferRef
 from longcat_pd.errors import InvalidRequest
+from longcat_pd.server.fields import out_of_range
 from longcat_pd.server.openai import Body, ChatBody, CompletionBody
 from longcat_pd.server.sampling_defaults import SamplingDefaults
 from longcat_pd.server.service import Service
@@ -131,7 +132,8 @@ class Adopted:
         async def request_of(choice: int) -> Request:
             transfer = call.transfer_of(choice, body.n)
             assert transfer is not None, "the route demands the headers of a hand-over"
-            sampling = sampling_of(body, self._defaults, choice=choice, max_tokens=body.max_tokens or 1, seed=0)
+            at_least = max(body.max_tokens or 1, body.min_tokens)
+            sampling = sampling_of(body, self._defaults, choice=choice, max_tokens=at_least, seed=0)
             return await self._service.adopt(transfer, call.deadline, sampling)
 
         return request_of
@@ -149,12 +151,21 @@ def sampling_of(body: Body, defaults: SamplingDefaults, *, choice: int, max_toke
         stop_token_ids=body.stop_token_ids,
         num_logprobs=body.num_logprobs,
         ignore_eos=body.ignore_eos,
+        min_p=body.min_p,
+        min_tokens=body.min_tokens,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=body.logit_bias,
     )
 
 
 def check_text(body: Body, text: TextProcessor) -> None:
     """Raise InvalidRequest for what the tokenizer or the vocabulary does not allow."""
     text.check_ids(body.stop_token_ids, "stop_token_ids")
+    for token_id, _ in body.logit_bias:
+        if token_id >= text.vocab_size:
+            raise out_of_range(f"logit_bias.{token_id}", token_id, f"0 ... {text.vocab_size - 1}")
     if text.has_tokenizer:
         return
     if isinstance(body, ChatBody) or isinstance(body.prompt, str):

@@ -10,10 +10,15 @@ from collections.abc import Sequence
 
 
 class StopFinder:
-    """Passes text on, except the longest tail that may still become a stop string, until one is found."""
+    """Passes text on, except the longest tail that may still become a stop string, until one is found.
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    Args:
+        num_exempt: pieces at the beginning that are passed on without a look; no stop string begins in them either.
+    """
+
+    def __init__(self, stops: Sequence[str], num_exempt: int = 0) -> None:
         self._stops = tuple(stops)
+        self._num_exempt = num_exempt
         self._borders = tuple(_borders(stop) for stop in stops)
         self._matched = [0] * len(self._stops)  # leading characters of each stop that the text ends with
         self._held = ""
@@ -21,6 +26,9 @@ class StopFinder:
     def push(self, text: str) -> tuple[str, str | None]:
         """Text that can be passed on, and the stop string if it is complete: then nothing behind it will ever be."""
         if not self._stops:
+            return text, None
+        if self._num_exempt:
+            self._num_exempt -= 1
             return text, None
         buffer = self._held + text
         for place in range(len(self._held), len(buffer)):

@@ -19,7 +19,11 @@ GIB, MIB = 1 << 30, 1 << 20
 FP64 = 8
 PROCESS_BYTES = 48 << 20  # what a rank process has of its own before it loads anything
 DRAW_ELEMENTS = 1 << 22  # logits that are drawn from at once (kernels/reference/sampling.py), at least one row
-DRAW_BYTES = 80  # for each of them, in fp64, sorted and summed up
+DRAW_BYTES = 88  # for each of them, in fp64, edited, sorted and summed up
+SLOT_BYTES = (
+    5  # for each slot and id of the vocabulary: how often it was generated, and what it is (engine/sampling_state.py)
+)
+BIAS_BYTES = 12 * 1024  # for each slot: ids that a request favours or disfavours
 COMPILER_BYTES = 512 << 20  # torch's compiler at its height; half of it stays
 
 
@@ -108,7 +112,7 @@ def _cached_bytes(layers: range, spec: InstanceSpec, *, model: ModelConfig) -> t
 
 def _workspace(spec: InstanceSpec, model: ModelConfig) -> int:
     """Upper estimate of the largest step: activations of its rows and of those that other ranks hand in, keys gathered for
-    one attention, logits."""
+    one attention, logits; and what each slot has said so far, to draw by."""
     engine, parallel, width = spec.engine, spec.parallel, DTYPE_BYTES[spec.model.dtype]
     window_rows = engine.max_num_seqs // parallel.dp_size * (1 + engine.num_draft_tokens)
     rows = window_rows if spec.role == "decode" else chunk_rows(engine, parallel)
@@ -125,7 +129,8 @@ def _workspace(spec: InstanceSpec, model: ModelConfig) -> int:
     keys = engine.max_model_len * (latent + key_width) * width if parallel.cp_size > 1 else 0
     sampled = window_rows if spec.role != "prefill" else engine.max_num_seqs
     met = _rows_that_meet(rows, spec, model=model, width=width)
-    return activations + scores + index_scores + keys + met + _logits(sampled, parallel, model=model)
+    said = (engine.max_num_seqs // parallel.dp_size + 1) * (SLOT_BYTES * model.vocab_size + BIAS_BYTES)
+    return activations + scores + index_scores + keys + met + said + _logits(sampled, parallel, model=model)
 
 
 def _rows_that_meet(rows: int, spec: InstanceSpec, *, model: ModelConfig, width: int) -> int:

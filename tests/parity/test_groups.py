@@ -40,7 +40,12 @@ def prompts() -> list[list[int]]:
 
 
 def sampling(number: int) -> SlotSampling:
-    return SlotSampling(temperature=0.8 * (number % 2), top_p=0.95, top_k=40, seed=number, choice=0, num_logprobs=2)
+    """Half of them greedy; half of them, and not those that go on longest, draw from other logits than the model's."""
+    rule = SlotSampling(temperature=0.8 * (number % 2), top_p=0.95, top_k=40, seed=number, choice=0, num_logprobs=2)
+    if number not in (1, 2, 4, 7):
+        return rule
+    edits = replace(rule, presence_penalty=1.0, frequency_penalty=0.5, logit_bias=((70 + number, 3.0),), min_p=0.01)
+    return replace(edits, repetition_penalty=1.5, min_tokens=4, ends=tuple(range(100)))
 
 
 def slots_of(places: str) -> list[int]:

@@ -151,7 +151,7 @@ def test_drafts_follow_the_formulas(
     recorder = Recorder(single)
     monkeypatch.setattr(single.model, "best", recorder)
     slots = DecodeState(
-        DecodeShape(num_slots=1, num_columns=20, block_size=8, num_drafts=3, ngram_order=5, hidden_size=96),
+        DecodeShape(num_slots=1, num_columns=20, block_size=8, num_drafts=3, ngram_order=5, hidden_size=96, vocab_size=1),
         Mesh.single().cache_shard,
         dtype=torch.float32,
         device=torch.device("cpu"),

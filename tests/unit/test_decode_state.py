@@ -34,6 +34,7 @@ class Group:
             num_drafts=num_drafts,
             ngram_order=ngram_order,
             hidden_size=2,
+            vocab_size=60,
         )
         self.ranks = [DecodeState(shape, shard(num_ranks, r), dtype=torch.float32, device=CPU) for r in range(num_ranks)]
         self.ids = [[(7 * i + length) % 50 for i in range(length + 1)] for length in LENGTHS]
@@ -110,7 +111,8 @@ def test_what_lies_behind_the_reservation_is_written_to_block_0_and_stays_inside
 
 
 def test_how_a_slot_is_sampled_is_kept_for_each_row() -> None:
-    rows = Group(1).ranks[0].sampling(torch.tensor([1, 3]))
+    places = torch.zeros((2, 4), dtype=torch.int64)
+    rows = Group(1).ranks[0].sampling.rows(torch.tensor([1, 3]), places, places[:, 1:])
     assert rows.temperature.tolist() == [0.5] * 8 and rows.top_p.tolist() == [0.9] * 8
     assert rows.top_k.tolist() == [7] * 8 and rows.seed.tolist() == [-3] * 8 and rows.choice.tolist() == [1] * 8
 

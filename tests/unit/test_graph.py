@@ -22,7 +22,9 @@ from tests.compiled import with_engine
 from tests.parity.gloo import rank_specs
 
 SLOTS, WINDOW, VOCAB = 16, 4, 5
-SHAPE = DecodeShape(num_slots=SLOTS, num_columns=4, block_size=8, num_drafts=3, ngram_order=0, hidden_size=2)
+SHAPE = DecodeShape(
+    num_slots=SLOTS, num_columns=4, block_size=8, num_drafts=3, ngram_order=0, hidden_size=2, vocab_size=VOCAB
+)
 
 
 class Step:

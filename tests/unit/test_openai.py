@@ -70,13 +70,13 @@ NUMBERS = [
     ("temperature", [0, 0.7, 2], [-0.1, 2.1]),
     ("top_p", [0.01, 1, 1.0], [0, 1.5]),
     ("top_k", [-1, 0, 5], [-2]),
-    ("min_p", [0, 0.0], [-1, 2]),
+    ("min_p", [0, 0.0, 0.5, 1], [-1, 1.1]),
     ("seed", [0, -(2**63), 2**63 - 1], [2**63, -(2**63) - 1]),
     ("n", [1, 8], [0, 9]),
-    ("min_tokens", [0], [-1]),
-    ("frequency_penalty", [0], [-2.1, 3]),
-    ("presence_penalty", [0.0], [-2.1, 3]),
-    ("repetition_penalty", [1, 1.0], [0, 2.1]),
+    ("min_tokens", [0, 3, 16.0], [-1]),
+    ("frequency_penalty", [0, -2, 1.5, 2], [-2.1, 3]),
+    ("presence_penalty", [0.0, -2, 1.5, 2], [-2.1, 3]),
+    ("repetition_penalty", [1, 1.0, 0.1, 2], [0, 2.1]),
     ("priority", [0], [-101, 101]),
 ]
 
@@ -122,6 +122,15 @@ def test_defaults_and_meanings():
     options = chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
     assert options.include_usage and options.continuous_usage
     assert not chat(stream_options={}).include_usage
+    for read in (chat, completion):
+        body = read(min_p=0.5, min_tokens=7, presence_penalty=1, frequency_penalty=-1, repetition_penalty=0.5)
+        assert (body.min_p, body.min_tokens) == (0.5, 7)
+        assert (body.presence_penalty, body.frequency_penalty, body.repetition_penalty) == (1.0, -1.0, 0.5)
+        body = read(logit_bias={"7": 1, "007": -100, "3": 0, "9": 0.5, "4": None})
+        assert body.logit_bias == ((7, -100.0), (9, 0.5))
+        assert read(repetition_penalty=1, presence_penalty=0, logit_bias={}, min_p=0) == read()
+    assert refusal(completion, min_tokens=17)[:3] == (400, "invalid_value", "min_tokens")  # of 16 by default
+    assert chat(min_tokens=17).min_tokens == 17
     assert chat(parallel_tool_calls=False).parallel_tool_calls is False
     assert chat(separate_reasoning=False).separate_reasoning is False
 
@@ -146,15 +155,12 @@ ROWS = [
     ({"stop_token_ids": ["3"]}, "invalid_type", "stop_token_ids[0]"),
     ({"stop_token_ids": [1] * 65}, "invalid_value", "stop_token_ids"),
     ({"stop_token_ids": 1}, "invalid_type", "stop_token_ids"),
-    ({"min_p": 0.5}, "unsupported_parameter", "min_p"),
     ({"include_stop_str_in_output": True}, "unsupported_parameter", "include_stop_str_in_output"),
-    ({"max_tokens": 5, "min_tokens": 3}, "unsupported_parameter", "min_tokens"),
     ({"max_tokens": 5, "min_tokens": 6}, "invalid_value", "min_tokens"),
-    ({"frequency_penalty": 0.5}, "unsupported_parameter", "frequency_penalty"),
-    ({"presence_penalty": -0.5}, "unsupported_parameter", "presence_penalty"),
-    ({"repetition_penalty": 1.1}, "unsupported_parameter", "repetition_penalty"),
     ({"priority": 1}, "unsupported_parameter", "priority"),
-    ({"logit_bias": {"5": 1}}, "unsupported_parameter", "logit_bias"),
+    ({"logit_bias": {"9" * 21: 1}}, "invalid_value", "logit_bias." + "9" * 21),
+    ({"logit_bias": {"-1": 1}}, "invalid_value", "logit_bias.-1"),
+    ({"logit_bias": {"5": True}}, "invalid_type", "logit_bias.5"),
     ({"logit_bias": {"5": 101}}, "invalid_value", "logit_bias.5"),
     ({"logit_bias": {"x": 1}}, "invalid_value", "logit_bias.x"),
     ({"logit_bias": {"5": "1"}}, "invalid_type", "logit_bias.5"),

@@ -130,6 +130,7 @@ class Bench:
             dtype=torch.float32,
             device=torch.device("cpu"),
             ngram_order=0,
+            vocab_size=VOCAB,
             model_digest="abc",
             weight_bytes=7,
             load_s=0.5,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,16 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from longcat_pd.kernels.reference.sampling import draw, draw_static, keyed_uniform, keyed_uniform_static
+from longcat_pd import kernels
+from longcat_pd.kernels.ops import ENDS, IN_PROMPT, Edits
+from longcat_pd.kernels.reference.sampling import (
+    draw,
+    draw_edited,
+    draw_static,
+    edited,
+    keyed_uniform,
+    keyed_uniform_static,
+)
 
 BOTH = pytest.mark.parametrize("execution", [draw, draw_static])
 BOTH_KEYED = pytest.mark.parametrize("keyed", [keyed_uniform, keyed_uniform_static])
@@ -74,8 +84,8 @@ def test_keys_differ_in_every_part() -> None:
     assert counts.min() > 0.7 * 150 and counts.max() < 1.3 * 150
 
 
-def defined(row: Sequence[float], temperature: float, top_k: int, *, top_p: float, uniform: float) -> int:
-    """One row: temperature, then the k best, then the shortest run of the best that reaches p, then the draw."""
+def defined(row: Sequence[float], temperature: float, top_k: int, *, top_p: float, floor: float, uniform: float) -> int:
+    """One row: temperature, the k best, the shortest run of the best that reaches p, what is not too faint, the draw."""
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))
     if temperature == 0.0:
         return order[0]
@@ -88,6 +98,7 @@ def defined(row: Sequence[float], temperature: float, top_k: int, *, top_p: floa
                 run.append(i)
             before += weights[i]
         kept = run
+    kept = [i for i in kept if (row[i] - row[order[0]]) / temperature >= floor]
     total, reached = sum(weights[i] for i in sorted(kept)), 0.0
     for i in sorted(kept):
         reached += weights[i]
@@ -106,6 +117,9 @@ def rules_of(num_rows: int, num_ids: int, *, seed: int) -> Rows:
         "temperature": torch.from_numpy(source.choice([0.0, 0.3, 1.0, 1.7], num_rows)),
         "top_k": torch.from_numpy(source.choice([0, 0, 1, 2, 5, num_ids - 1, num_ids, 10 * num_ids], num_rows)),
         "top_p": torch.from_numpy(source.choice([1.0, 1.0, 0.05, 0.437, 0.9, 0.999], num_rows)),
+        "floor": torch.from_numpy(np.log(source.choice([1.0, 0.5, 0.02, 1e-9], num_rows))).where(
+            torch.from_numpy(source.random(num_rows) < 0.5), -torch.inf
+        ),
         "uniform": torch.from_numpy(source.random(num_rows)),
     }
 
@@ -127,8 +141,8 @@ def test_a_draw_is_its_definition(execution: Callable[..., Tensor], kind: str, n
     got = execution(logits, **rules)
     assert got.dtype == torch.int64
     wanted = [
-        defined(row, t, k, top_p=p, uniform=u)
-        for row, t, k, p, u in zip(logits.tolist(), *(column.tolist() for column in rules.values()), strict=True)
+        defined(row, t, k, top_p=p, floor=f, uniform=u)
+        for row, t, k, p, f, u in zip(logits.tolist(), *(column.tolist() for column in rules.values()), strict=True)
     ]
     assert got.tolist() == wanted
 
@@ -147,6 +161,7 @@ def test_shares_of_equal_ids_are_met_exactly(execution: Callable[..., Tensor]) -
             temperature=torch.full((len(rows),), 0.7, dtype=torch.float64),
             top_k=torch.tensor([same if i % 2 else 0 for i, (same, _) in enumerate(rows)]),
             top_p=torch.tensor([share / same for same, share in rows], dtype=torch.float64),
+            floor=torch.zeros(len(rows), dtype=torch.float64),  # equals of the best are as likely as it
             uniform=torch.full((len(rows),), uniform, dtype=torch.float64),
         )
         assert got.tolist() == [num_ids - same + (share - 1 if uniform else 0) for same, share in rows]
@@ -167,7 +182,7 @@ def test_the_ends_of_the_range_never_meet_an_id_without_probability(
     execution: Callable[..., Tensor], uniform: float, token: int, top_k: int, top_p: float
 ) -> None:
     logits = torch.tensor([[-torch.inf, math.log(0.25), -torch.inf, math.log(0.75), -torch.inf]])
-    rules = {"temperature": 1.0, "top_p": top_p, "uniform": uniform}
+    rules = {"temperature": 1.0, "top_p": top_p, "floor": -math.inf, "uniform": uniform}
     columns = {name: torch.tensor([value], dtype=torch.float64) for name, value in rules.items()}
     expected = 3 if top_p < 0.5 else token
     assert execution(logits, **columns, top_k=torch.tensor([top_k])).tolist() == [expected]
@@ -186,6 +201,94 @@ def test_nothing_is_sorted_or_widened_for_a_greedy_batch() -> None:
     with torch.profiler.profile() as profile:
         draw(logits_of("spread", 3, 50, seed=0), **rules)
     assert not {event.key for event in profile.key_averages()} & {"aten::sort", "aten::_softmax", "aten::cumsum"}
+
+
+# -- draws from logits that are changed first
+
+
+def edits_of(num_rows: int, num_ids: int, *, seed: int) -> Edits:
+    """Three sequences; rows of each that ask for nothing, for one thing, or for all."""
+    source, num_seqs = np.random.default_rng(seed), 3
+
+    def some(values: list[Any], *sizes: int) -> Tensor:
+        return torch.from_numpy(source.choice(values, sizes))
+
+    bias_ids = torch.stack([torch.from_numpy(source.permutation(num_ids)[:5]) for _ in range(num_seqs)])
+    bias = some([0.0, 1.0, -1.0, 100.0, 0.1], num_seqs, 5).float()
+    bias[0] = 0.0
+    return Edits(
+        counts=some([0, 0, 0, 1, 2, 7], num_seqs, num_ids).int(),
+        flags=some([0, 0, IN_PROMPT, ENDS, IN_PROMPT | ENDS], num_seqs, num_ids).to(torch.uint8),
+        bias_ids=bias_ids,
+        bias=bias,
+        seqs=some([*range(num_seqs)], num_rows),
+        drafts=some([-1, *range(num_ids)], num_rows, 3),
+        is_early=some([False, False, True], num_rows),
+        frequency=some([0.0, 0.0, 0.0, 1.0, -0.5, 0.3], num_rows),
+        presence=some([0.0, 0.0, 0.0, 1.0, 2.0, -1.1], num_rows),
+        repetition=some([1.0, 1.0, 1.0, 2.0, 0.5, 1.3], num_rows),
+    )
+
+
+def changed(row: Sequence[float], number: int, edits: Edits) -> list[float]:
+    """The logits of one row, id after id."""
+    seq, drafts = int(edits.seqs[number]), edits.drafts[number].tolist()
+    bias = dict.fromkeys(range(len(row)), 0.0)
+    for token, value in zip(edits.bias_ids[seq].tolist(), edits.bias[seq].tolist(), strict=True):
+        bias[token] += value
+    found = []
+    for token, logit in enumerate(row):
+        x, flags = logit + bias[token], int(edits.flags[seq, token])
+        count = int(edits.counts[seq, token]) + drafts.count(token)
+        if count > 0 or flags & IN_PROMPT:
+            x = x / float(edits.repetition[number]) if x > 0 else x * float(edits.repetition[number])
+        x -= float(edits.frequency[number]) * count
+        x -= float(edits.presence[number]) if count else 0.0
+        found.append(-math.inf if flags & ENDS and edits.is_early[number] else float(np.float32(x)))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["spread", "ties"])
+@pytest.mark.parametrize(("num_rows", "num_ids"), [(300, 7), (200, 61), (30, 1000), (1, 33), (0, 9)])
+def test_an_edited_draw_is_its_definition(kind: str, num_rows: int, num_ids: int) -> None:
+    logits, rules = logits_of(kind, num_rows, num_ids, seed=num_ids), rules_of(num_rows, num_ids, seed=num_rows)
+    edits, before = edits_of(num_rows, num_ids, seed=num_rows + num_ids), logits.clone()
+    wanted = []
+    for number, (row, t, k, p, f, u) in enumerate(
+        zip(logits.tolist(), *(column.tolist() for column in rules.values()), strict=True)
+    ):
+        other = changed(row, number, edits)
+        assert edited(logits[number : number + 1], of_row(edits, number)).tolist() == [other]
+        wanted.append(defined(other, t, k, top_p=p, floor=f, uniform=u) if max(other) > -math.inf else 0)
+    sealed = kernels.load("cpu", exe_mode="inductor").draw_edited
+    assert draw_edited(logits, edits, **rules).tolist() == wanted
+    assert sealed(logits, edits, **rules).tolist() == wanted
+    assert torch.equal(logits, before)
+
+
+def of_row(edits: Edits, number: int) -> Edits:
+    tables = ("counts", "flags", "bias_ids", "bias")
+    return Edits(**{n: t if n in tables else t[number : number + 1] for n, t in edits._asdict().items()})
+
+
+def test_company_does_not_matter_to_edited_rows() -> None:
+    logits, rules, edits = logits_of("ties", 37, 203, seed=1), rules_of(37, 203, seed=1), edits_of(37, 203, seed=1)
+    together = draw_edited(logits, edits, **rules).tolist()
+    for number in range(37):
+        own = {name: rule[number : number + 1] for name, rule in rules.items()}
+        assert draw_edited(logits[number : number + 1], of_row(edits, number), **own).tolist() == [together[number]]
+
+
+def test_tables_are_not_read_for_rows_that_ask_for_nothing() -> None:
+    rules = rules_of(6, 50, seed=0) | {"temperature": torch.zeros(6, dtype=torch.float64)}
+    plain = {"frequency": 0.0, "presence": 0.0, "repetition": 1.0, "bias": 0.0, "is_early": 0.0}
+    made = edits_of(6, 50, seed=0)
+    edits = made._replace(**{name: torch.full_like(getattr(made, name), value) for name, value in plain.items()})
+    logits = logits_of("spread", 6, 50, seed=0)
+    with torch.profiler.profile() as profile:
+        found = draw_edited(logits, edits, **rules)
+    assert torch.equal(found, logits.argmax(-1))
+    assert not {event.key for event in profile.key_averages()} & {"aten::scatter_add", "aten::where", "aten::sort"}
 
 
 @pytest.mark.parametrize("name", ["keyed_uniform_static", "draw_static"])

@@ -54,7 +54,7 @@ class Bench:
         self.cache = KVCache(CacheSpec((CacheEntry("latent.0", 0, 1, torch.float32),)), 40, BLOCK, torch.device("cpu"))
         engine = EngineConfig(block_size=BLOCK, max_num_seqs=3, max_model_len=max_model_len, num_draft_tokens=3)
         shard = CacheShard("local", 1, 0)
-        shape = DecodeShape.of(engine, shard, num_groups=1, ngram_order=0, hidden_size=1)
+        shape = DecodeShape.of(engine, shard, num_groups=1, ngram_order=0, hidden_size=1, vocab_size=VOCAB)
         self.state = DecodeState(shape, shard, dtype=torch.float32, device=torch.device("cpu"))
         self.prompts = [[5, 6, 7], [9], [1, 2, 3, 4, 5, 6]]
         drafts = Script(self.state, [answer(prompt, 60) for prompt in self.prompts], pattern)

@@ -45,6 +45,20 @@ def test_every_cut_gives_what_the_definition_says(stops, text, expected):
     assert run(stops, list(text)) == expected
 
 
+def test_pieces_at_the_beginning_may_be_exempt():
+    for num, expected in ((0, ("", "ab")), (1, ("abc", "ab")), (2, ("abcab", None)), (9, ("abcab", None))):
+        finder = StopFinder(["ab"], num)
+        out, stop = "", None
+        for piece in ("abc", "ab"):
+            text, stop = finder.push(piece)
+            out += text
+            if stop is not None:
+                break
+        assert (out + finder.flush(), stop) == expected
+    finder = StopFinder(["ab"], 1)
+    assert [finder.push("a"), finder.push("b")] == [("a", None), ("b", None)], "none begins in them either"
+
+
 def test_random_texts_and_cuts_agree_with_the_definition():
     draw = random.Random(5)
     for _ in range(400):

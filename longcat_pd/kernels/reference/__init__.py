@@ -33,6 +33,7 @@ def table() -> Ops:
         ngram_ids=ngram.ngram_ids,
         keyed_uniform=sampling.keyed_uniform,
         draw=sampling.draw,
+        draw_edited=sampling.draw_edited,
         overlap=moe.overlap,
     )
 

@@ -8,11 +8,13 @@ other in the same order, so on a CPU they agree to the bit, and a row's token do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from longcat_pd.kernels.ops import ENDS, IN_PROMPT, Edits
 
 MAX_ELEMENTS = 1 << 22  # logits that are drawn from at once: in fp64, sorted and summed up they take twenty times as much
 
@@ -31,34 +33,44 @@ def keyed_uniform_static(seeds: Tensor, choices: Tensor, positions: Tensor) -> T
     return _keyed((seeds, choices, positions), _xor_static, _shifted_static)
 
 
-def draw(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+def draw(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor, uniform: Tensor) -> Tensor:
     """See ``ops.Draw``. Sorts only rows with a filter, and no further than the largest ``top_k`` if all have one."""
     chosen = logits.argmax(-1)
-    for drawn in torch.split(temperature.nonzero().squeeze(1), max(MAX_ELEMENTS // logits.shape[-1], 1)):
-        if len(drawn):
-            chosen[drawn] = _draw(logits[drawn], temperature[drawn], top_k[drawn], top_p[drawn], uniform[drawn])
+    for drawn in _runs(temperature > 0.0, logits.shape[-1]):
+        scaled = _scaled(logits[drawn], temperature[drawn])
+        weights = scaled.softmax(-1)
+        _cut(weights, scaled, counts=_counts(top_k[drawn], logits.shape[-1]), shares=top_p[drawn])
+        if (floor[drawn] > -torch.inf).any():
+            weights.masked_fill_(scaled < floor[drawn].unsqueeze(-1), 0.0)
+        chosen[drawn] = _inverse_cdf(weights, uniform[drawn])
     return chosen
 
 
-def _draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-    num_ids = logits.shape[-1]
-    scaled = _scaled(logits, temperature)
-    weights = scaled.softmax(-1)
-    counts, shares = _counts(top_k, num_ids), top_p
+def _runs(is_meant: Tensor, num_ids: int) -> Iterator[Tensor]:
+    """Numbers of the rows that are meant, no more at once than there is room for."""
+    rows = is_meant.nonzero().squeeze(1)
+    yield from torch.split(rows, max(MAX_ELEMENTS // num_ids, 1)) if len(rows) else ()
+
+
+def _cut(weights: Tensor, scaled: Tensor, *, counts: Tensor, shares: Tensor) -> None:
+    """Leaves of ``weights`` what is among the ``counts`` best and the ``shares``."""
+    num_ids = weights.shape[-1]
     cut = ((counts < num_ids) | (shares < 1.0)).nonzero().squeeze(1)
-    if len(cut):
-        scaled, counts = scaled[cut], counts[cut]
-        longest = int(counts.max())
-        best = scaled.topk(longest) if longest < num_ids else scaled.sort(-1, descending=True)
-        last, count = _last(weights[cut], *best, counts=counts, shares=shares[cut])
-        stays = scaled >= last
-        if not torch.equal(stays.sum(-1, keepdim=True), count):
-            stays = _first_of_equals(scaled, last, count)
-        weights[cut] = weights[cut].masked_fill_(~stays, 0.0)
-    return _inverse_cdf(weights, uniform)
+    if not len(cut):
+        return
+    scaled, counts = scaled[cut], counts[cut]
+    longest = int(counts.max())
+    best = scaled.topk(longest) if longest < num_ids else scaled.sort(-1, descending=True)
+    last, count = _last(weights[cut], *best, counts=counts, shares=shares[cut])
+    stays = scaled >= last
+    if not torch.equal(stays.sum(-1, keepdim=True), count):
+        stays = _first_of_equals(scaled, last, count)
+    weights[cut] = weights[cut].masked_fill_(~stays, 0.0)
 
 
-def draw_static(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
+def draw_static(
+    logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor, uniform: Tensor
+) -> Tensor:
     """See ``ops.Draw``. Every row is sorted and drawn, whatever it asks for."""
     is_drawn = temperature > 0.0
     scaled = _scaled(logits, temperature.masked_fill(~is_drawn, 1.0))
@@ -66,7 +78,42 @@ def draw_static(logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Te
     weights = scaled.softmax(-1)
     last, count = _last(weights, *scaled.sort(-1, descending=True), counts=counts, shares=top_p)
     weights = weights.masked_fill(~_first_of_equals(scaled, last, count), 0.0)
+    weights = weights.masked_fill(scaled < floor.unsqueeze(-1), 0.0)
     return torch.where(is_drawn, _inverse_cdf(weights, uniform), logits.argmax(-1))
+
+
+def draw_edited(logits: Tensor, edits: Edits, *, temperature: Tensor, **filters: Tensor) -> Tensor:
+    """See ``ops.DrawEdited``. Makes other logits only of rows for which something is asked."""
+    is_edited = _is_edited(edits)
+    chosen = draw(logits, temperature=temperature.masked_fill(is_edited, 0.0), **filters)
+    for rows in _runs(is_edited, logits.shape[-1]):
+        theirs = {name: column[rows] for name, column in filters.items()}
+        chosen[rows] = draw(edited(logits[rows], _of_rows(edits, rows)), temperature=temperature[rows], **theirs)
+    return chosen
+
+
+def edited(logits: Tensor, edits: Edits) -> Tensor:
+    """The logits [T, V] that ``ops.DrawEdited`` draws from."""
+    seqs, drafts = edits.seqs, edits.drafts
+    counts = edits.counts[seqs].scatter_add(1, drafts.clamp_min(0), (drafts >= 0).int())
+    flags, is_used = edits.flags[seqs], counts > 0
+    x = logits.double().scatter_add(1, edits.bias_ids[seqs], edits.bias[seqs].double())
+    factor = edits.repetition.unsqueeze(1)
+    is_seen = is_used | (flags & IN_PROMPT > 0)
+    x = torch.where(is_seen, torch.where(x > 0.0, x / factor, x * factor), x)
+    x = x - edits.frequency.unsqueeze(1) * counts - edits.presence.unsqueeze(1) * is_used
+    return x.masked_fill(edits.is_early.unsqueeze(1) & (flags & ENDS > 0), -torch.inf).float()
+
+
+def _is_edited(edits: Edits) -> Tensor:
+    """The rows whose logits anything is to be done to."""
+    has_penalty = (edits.frequency != 0.0) | (edits.presence != 0.0) | (edits.repetition != 1.0)
+    return has_penalty | edits.is_early | (edits.bias != 0.0).any(1)[edits.seqs]
+
+
+def _of_rows(edits: Edits, rows: Tensor) -> Edits:
+    own = ("seqs", "drafts", "is_early", "frequency", "presence", "repetition")
+    return edits._replace(**{name: column[rows] for name, column in edits._asdict().items() if name in own})
 
 
 def _keyed(
