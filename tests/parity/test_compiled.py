@@ -40,11 +40,16 @@ LIMIT = 2e-5  # of log-probs in fp32: a graph adds in another order
 
 
 def work() -> list[Work]:
-    """Half greedy, half drawn; every second of the drawn ones with filters."""
+    """Half greedy, half drawn; every second of the drawn ones with filters; some draw from other logits."""
     draw, found = random.Random(5), []
     for n, length in enumerate(LENGTHS):
         prompt = [draw.randrange(32, 1000) for _ in range(length)]
         rule = replace(GREEDY, temperature=0.8 * (n % 2), top_p=0.9, top_k=20 * (n % 4 == 1), seed=n, num_logprobs=1)
+        if n % 5 == 3:
+            rule = replace(
+                rule, presence_penalty=1.0, repetition_penalty=1.5, logit_bias=((70, 5.0), (71, 5.0)), min_p=0.01
+            )
+            rule = replace(rule, frequency_penalty=0.3, min_tokens=4, ends=tuple(range(500)))
         found.append(Work(prompt, rule, num_new=9 + n % 4))
     return found
 
@@ -156,7 +161,8 @@ def test_padding_leaves_nothing_behind(cold: Cold) -> None:
         for name, tensor in cached.items():
             assert torch.equal(tensor[others], cache_before[name][others]), name
             assert not torch.equal(tensor[sorted(theirs)], cache_before[name][sorted(theirs)]), name
-    assert len(state_before) == 11 and int(state.num_tokens[state.padding]) == 2
+    assert len(state_before) == 20 and int(state.num_tokens[state.padding]) == 2
+    assert not state.sampling.counts[state.padding].any()
 
 
 def test_what_stands_in_the_row_of_padding_does_not_matter(cold: Cold) -> None:
@@ -166,7 +172,8 @@ def test_what_stands_in_the_row_of_padding_does_not_matter(cold: Cold) -> None:
     state = runner._decoder._state
     row = state.padding
     state.recent[row], state.num_tokens[row], state.num_final[row] = 999, 60, 4
-    state.final[row], state.temperature[row], state.seed[row] = 1e3, 2.0, -7
+    state.final[row], state.sampling.temperature[row], state.sampling.seed[row] = 1e3, 2.0, -7
+    state.sampling.frequency[row], state.sampling.bias[row], state.sampling.early_until[row] = 1.0, 3.0, 1000
     for name in [entry.name for entry in runner.cache.spec.entries]:
         runner.cache.tensor(name)[0] = 1e3
     assert life_of(runner, spec, CROWD) == cold.found
