@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
@@ -31,6 +32,7 @@ from longcat_pd.errors import ConfigError
 # a pool of workers would outlive the compilation
 _OPTIONS: dict[str, Any] = {"compile_threads": 1, "cpp.cxx": ("g++",)}
 _GRAPH = "graph"
+_WORKSHOP = "longcat_pd-"
 
 Place = tuple[dict[str, Any], str]
 Form = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -80,8 +82,14 @@ def _compile(step: nn.Module, places: list[Place], example: list[Any], num_candi
 
 @contextlib.contextmanager
 def _workshop() -> Iterator[Path]:
-    """A folder for everything that the compiler writes and reads. What was loaded from it stays when it is gone."""
-    with tempfile.TemporaryDirectory(prefix="longcat_pd-") as name, temporary_cache_dir(name):
+    """A folder for everything that the compiler writes and reads. What was loaded from it stays when it is gone.
+
+    Folders of processes that were killed before they could remove theirs go first.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_WORKSHOP}[0-9]*-*"):
+        if not Path("/proc", left.name.removeprefix(_WORKSHOP).partition("-")[0]).exists():
+            shutil.rmtree(left, ignore_errors=True)  # of another user, perhaps
+    with tempfile.TemporaryDirectory(prefix=f"{_WORKSHOP}{os.getpid()}-") as name, temporary_cache_dir(name):
         yield Path(name)
 
 

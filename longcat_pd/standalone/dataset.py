@@ -29,7 +29,7 @@ BUILT_IN = (
 def prompts(data: DataPart, batch_size: int, text: TextProcessor) -> list[tuple[int, ...]]:
     """Token ids of every prompt, through the chat template and cut to ``input_truncated_len``; at least ``batch_size``.
 
-    Of our own there are exactly so many, repeated if need be; of a file all lines. Raises ConfigError.
+    Of our own there are exactly so many, of a file all lines; both are repeated to fill a batch. Raises ConfigError.
     """
     texts = BUILT_IN if data.dataset == DEFAULT_DATASET else _lines(Path(data.dataset))
     count = batch_size if data.dataset == DEFAULT_DATASET else max(batch_size, len(texts))
@@ -68,7 +68,9 @@ def _text(line: str, where: str) -> str:
         raise ConfigError(f"{where}: is not JSON", param="data_config.dataset") from error
     parts = [record.get(name, "") for name in ("context", "input")] if isinstance(record, dict) else [None]
     if not all(isinstance(part, str) for part in parts) or not any(parts):
-        raise ConfigError(f"{where}: must be an object with the texts context and input", param="data_config.dataset")
+        raise ConfigError(
+            f"{where}: must be an object with one of the texts context and input, or both", param="data_config.dataset"
+        )
     text = "\n\n".join(part for part in parts if part)
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ConfigError(f"{where}: has half of a surrogate pair, which is no text", param="data_config.dataset")

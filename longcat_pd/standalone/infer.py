@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from longcat_pd import log
 from longcat_pd.config import resolve
 from longcat_pd.errors import ConfigError, LongcatError
-from longcat_pd.server.run import STATUS_FAULT, refuse
+from longcat_pd.server.run import STATUS_FAULT, STATUS_REFUSED
 from longcat_pd.standalone.lines import answer_file, read_lines
 from longcat_pd.standalone.offline_run import run
 
@@ -36,8 +36,9 @@ def main(arguments: Sequence[str]) -> int:
             return run(options.model, options.yaml, options.overrides, only_check=options.check, out=sys.stdout)
         spec = resolve.standalone(options.model, overrides, host="127.0.0.1", port=_PORT)
         return asyncio.run(answer_file(spec, read_lines(options.input), sys.stdout))
-    except ConfigError as error:
-        return refuse(error)
+    except ConfigError as error:  # whoever runs this reads no log
+        sys.stderr.write("".join(f"error: {line}\n" for line in error.message.splitlines()))
+        return STATUS_REFUSED
     except LongcatError as error:
         log.logger().error("infer_failed", code=error.code, reason=error.message)
         return STATUS_FAULT

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import tempfile
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
@@ -44,6 +45,7 @@ def _until_cancelled(work: Coroutine[Any, Any, int]) -> int:
     try:
         return asyncio.run(work)
     except asyncio.CancelledError:
+        sys.stderr.write("stopped by a signal before the end\n")
         return STATUS_CUT
 
 
@@ -56,6 +58,8 @@ async def _run(asked: OfflineRun, spec: InstanceSpec, *, only_check: bool, out: 
     found = preflight.inspect(spec)
     for line in found.plan:
         out.write(f"{line}\n")
+    if spec.engine.exe_mode != "eager" and not asked.keeps_compiled:
+        out.write("  graphs of this run only; enable_cache_compile: true keeps them\n")
     if asked.idle:
         out.write(f"  of no effect on {spec.device}: {', '.join(asked.idle)}\n")
     out.flush()

@@ -63,7 +63,7 @@ def test_every_prompt_is_cut(text: TextProcessor) -> None:
     [
         ("", "holds no prompt"),
         ('{"input": "a"}\nnonsense', "line 2: is not JSON"),
-        ('{"question": "a"}', "line 1: must be an object with the texts context and input"),
+        ('{"question": "a"}', "line 1: must be an object with one of the texts context and input"),
         ('{"input": 5}', "line 1: must be an object"),
         ("[1]", "line 1: must be an object"),
         ("[" * 100_000, "line 1: is not JSON"),
