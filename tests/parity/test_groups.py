@@ -165,10 +165,6 @@ LAYOUTS = {
     "dp2": ParallelConfig(dp_size=2),
     "dp2-kvp2": ParallelConfig(dp_size=2, kvp_size=2, attn_tp_size=2),
     "dp2-whole2": ParallelConfig(dp_size=2, attn_tp_size=2),
-    "dp2-joined": ParallelConfig(dp_size=2, ep_size=2, dense_tp_size=2, embed_tp_size=2, lmhead_tp_size=2),
-    "dp2-kvp2-joined": ParallelConfig(
-        dp_size=2, kvp_size=2, attn_tp_size=2, dense_tp_size=2, ep_size=4, embed_tp_size=4, lmhead_tp_size=4
-    ),
 }
 
 
