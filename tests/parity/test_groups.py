@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from longcat_pd.config.schema import ParallelConfig, RankSpec
-from longcat_pd.engine.plan import Segment, SlotOutput, SlotSampling, StepOutput, StepPlan
+from longcat_pd.engine.plan import Segment, SlotSampling, StepOutput, StepPlan
 from longcat_pd.engine.rank_model import load_rank_model
 from longcat_pd.engine.runner import ModelRunner
 from longcat_pd.kv_cache.block_pool import GroupPool
@@ -24,6 +24,7 @@ from longcat_pd.parallel.mesh import Mesh
 from tests.compiled import with_engine
 from tests.parity.conftest import MakeCheckpoint
 from tests.parity.gloo import BLOCK_SIZE, on_ranks, rank_specs, run_plans
+from tests.parity.test_ranks import answers
 from tests.slots import admit
 
 CHUNK = 32
@@ -75,14 +76,6 @@ def round_of(places: str, num_shards: int, num_drafts: int, *, has_logprobs: boo
         steps.append({"phase": "decode", "segments": windows})
     steps.append({"phase": "decode", "retire": tuple(slots)})
     return [StepPlan(step_id=1 + i, **fields) for i, fields in enumerate(steps)]
-
-
-def answers(outputs: Sequence[StepOutput]) -> dict[int, list[SlotOutput]]:
-    by_slot: dict[int, list[SlotOutput]] = {}
-    for output in outputs:
-        for slot in output.slots:
-            by_slot.setdefault(slot.slot, []).append(slot)
-    return by_slot
 
 
 @functools.cache

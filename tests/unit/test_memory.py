@@ -11,59 +11,7 @@ from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.quantization import int8_section
 from longcat_pd.config.schema import EngineConfig, InstanceSpec, ModelSection, ParallelConfig, TransferConfig
 from longcat_pd.sizing.memory import RankMemory, instance_memory, show_parts, show_total, stage_of, sum_of_parts
-
-COMMON: dict[str, Any] = {
-    "zero_expert_type": "identity",
-    "moe_topk": 12,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
-CHAT = COMMON | {
-    "vocab_size": 131072,
-    "hidden_size": 6144,
-    "num_layers": 28,
-    "num_attention_heads": 64,
-    "ffn_hidden_size": 12288,
-    "expert_ffn_hidden_size": 2048,
-    "n_routed_experts": 512,
-    "zero_expert_num": 256,
-}
-LITE = COMMON | {
-    "vocab_size": 131072,
-    "hidden_size": 3072,
-    "num_layers": 14,
-    "num_attention_heads": 32,
-    "ffn_hidden_size": 6144,
-    "expert_ffn_hidden_size": 1024,
-    "n_routed_experts": 256,
-    "zero_expert_num": 128,
-    "ngram_vocab_size_ratio": 78,
-    "emb_neighbor_num": 4,
-    "emb_split_num": 4,
-}
-LARGE = COMMON | {
-    "vocab_size": 163840,
-    "hidden_size": 8192,
-    "num_layers": 38,
-    "num_attention_heads": 64,
-    "ffn_hidden_size": 12288,
-    "expert_ffn_hidden_size": 2048,
-    "n_routed_experts": 768,
-    "zero_expert_num": 128,
-    "oe_vocab_size_ratio": 100.567,
-    "oe_neighbor_num": 5,
-    "oe_split_num": 4,
-    "index_n_heads": 32,
-    "index_head_dim": 128,
-    "index_topk": 2048,
-    "index_init_tokens": 16,
-    "index_local_tokens": 1024,
-    "index_k_norm_type": "rms",
-    "cli_factor": 2,
-}
+from tests.releases import CHAT, FULL_2_0, LITE
 
 
 def spec(role: str = "standalone", *, layers: tuple[int, ...] = (1,), **sizes: int) -> InstanceSpec:
@@ -85,7 +33,7 @@ def spec(role: str = "standalone", *, layers: tuple[int, ...] = (1,), **sizes: i
     [
         (CHAT, 561_862_880_256 - 1_197_899_776),  # published total without the draft module
         (LITE, 68_562_465_024),
-        (LARGE, 1_775_560_491_136 - 136_943_683_712),
+        (FULL_2_0, 1_775_560_491_136 - 136_943_683_712),
     ],
     ids=["chat", "lite", "2.0"],
 )
@@ -100,7 +48,7 @@ def test_the_releases_weigh_what_their_cards_say(fields: dict[str, Any], element
 
 @pytest.mark.parametrize(
     ("fields", "elements", "cached"),
-    [(CHAT, 1_197_899_776, 576), (LARGE, 136_943_683_712 - 134_978_871_296 - 16 * 8192 * 512, 704)],
+    [(CHAT, 1_197_899_776, 576), (FULL_2_0, 136_943_683_712 - 134_978_871_296 - 16 * 8192 * 512, 704)],
 )
 def test_a_draft_layer_weighs_what_the_files_hold(fields: dict[str, Any], elements: int, cached: int) -> None:
     """On the last stage only, with its own cache; the large one's file has n-gram tables for it that nobody reads."""
@@ -113,7 +61,7 @@ def test_a_draft_layer_weighs_what_the_files_hold(fields: dict[str, Any], elemen
 
 
 def test_the_cache_of_the_large_one_is_that_of_its_card() -> None:
-    model = ModelConfig.from_dict(LARGE)
+    model = ModelConfig.from_dict(FULL_2_0)
     (rank,) = instance_memory(spec(layers=(38,)), model)
     tokens = 11 * 16
     assert rank.parts["cache"] == tokens * 87_552
@@ -121,7 +69,7 @@ def test_the_cache_of_the_large_one_is_that_of_its_card() -> None:
 
 
 def test_stages_share_layers_and_only_the_ends_hold_tables_and_vocabulary() -> None:
-    model = ModelConfig.from_dict(LARGE)
+    model = ModelConfig.from_dict(FULL_2_0)
     whole = instance_memory(spec("prefill", layers=(38,)), model)
     split = instance_memory(spec("prefill", layers=(20, 10, 8), cp_size=2), model)
     assert [stage_of(rank, spec(layers=(20, 10, 8), cp_size=2).parallel) for rank in range(6)] == [0, 0, 1, 1, 2, 2]

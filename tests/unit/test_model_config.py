@@ -8,76 +8,7 @@ import pytest
 
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.errors import ConfigError
-
-YARN_2_0 = {
-    "type": "deepseek_yarn",
-    "factor": 120,
-    "original_max_position_embeddings": 8192,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1,
-    "mscale_all_dim": 1,
-}
-CHAT: dict[str, Any] = {
-    "model_type": "longcat_flash",
-    "vocab_size": 131072,
-    "hidden_size": 6144,
-    "num_layers": 28,
-    "num_attention_heads": 64,
-    "ffn_hidden_size": 12288,
-    "expert_ffn_hidden_size": 2048,
-    "n_routed_experts": 512,
-    "zero_expert_num": 256,
-    "zero_expert_type": "identity",
-    "moe_topk": 12,
-    "routed_scaling_factor": 6.0,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "rope_theta": 1e7,
-    "attention_method": "MLA",
-    "eos_token_id": 2,
-}
-LITE = CHAT | {
-    "model_type": "longcat_flash_ngram",
-    "hidden_size": 3072,
-    "num_layers": 14,
-    "rope_theta": 5e6,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 10,
-        "original_max_position_embeddings": 32768,
-        "mscale": 1,
-        "mscale_all_dim": 1,
-    },
-    "ngram_vocab_size_ratio": 78,
-    "emb_neighbor_num": 4,
-    "emb_split_num": 4,
-    "max_position_embeddings": 327680,
-}
-FULL_2_0 = CHAT | {
-    "vocab_size": 163840,
-    "hidden_size": 8192,
-    "num_layers": 38,
-    "n_routed_experts": 768,
-    "zero_expert_num": 128,
-    "routed_scaling_factor": 9,
-    "rope_theta": 1e6,
-    "rope_scaling": YARN_2_0,
-    "oe_vocab_size_ratio": 100.567,
-    "oe_neighbor_num": 5,
-    "oe_split_num": 4,
-    "index_n_heads": 32,
-    "index_head_dim": 128,
-    "index_topk": 2048,
-    "index_init_tokens": 16,
-    "index_local_tokens": 1024,
-    "index_k_norm_type": "rms",
-    "cli_factor": 2,
-    "mtp_num_layers": 3,
-}
+from tests.releases import CHAT, FULL_2_0, LITE, YARN_2_0
 
 
 def config(base: dict[str, Any], **changes: Any) -> ModelConfig:

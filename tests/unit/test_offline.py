@@ -13,46 +13,11 @@ from longcat_pd.config.offline import OfflineRun, in_dialect, load
 from longcat_pd.config.quantization import int8_section
 from longcat_pd.errors import ConfigError
 from longcat_pd.tiny.configs import make_config
+from tests.releases import CHAT, LITE
 
 SHIPPED = Path(__file__).parents[2] / "deploy" / "config" / "offline"
 CPU = sorted(SHIPPED.glob("*_cpu.yaml"))
 NPU = sorted(set(SHIPPED.glob("*.yaml")) - set(CPU))
-
-CHAT: dict[str, Any] = {
-    "vocab_size": 131072,
-    "hidden_size": 6144,
-    "num_layers": 28,
-    "num_attention_heads": 64,
-    "ffn_hidden_size": 12288,
-    "expert_ffn_hidden_size": 2048,
-    "n_routed_experts": 512,
-    "zero_expert_num": 256,
-    "zero_expert_type": "identity",
-    "moe_topk": 12,
-    "routed_scaling_factor": 6.0,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "rope_theta": 1e7,
-    "max_position_embeddings": 131072,
-    "torch_dtype": "bfloat16",
-}
-LITE: dict[str, Any] = CHAT | {
-    "hidden_size": 3072,
-    "num_layers": 14,
-    "num_attention_heads": 32,
-    "ffn_hidden_size": 6144,
-    "expert_ffn_hidden_size": 1024,
-    "n_routed_experts": 256,
-    "zero_expert_num": 128,
-    "rope_theta": 5e6,
-    "max_position_embeddings": 327680,
-    "ngram_vocab_size_ratio": 78,
-    "emb_neighbor_num": 4,
-    "emb_split_num": 4,
-}
 
 
 def checkpoint(folder: Path, fields: dict[str, Any], *, is_int8: bool = False) -> str:
