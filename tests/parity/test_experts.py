@@ -14,6 +14,7 @@ from torch import Tensor
 from longcat_pd import kernels
 from longcat_pd.config.schema import ParallelConfig
 from longcat_pd.models.batch import Rows
+from longcat_pd.models.dispatch import make_dispatch
 from longcat_pd.models.moe import MixtureOfExperts
 from tests.parity.ranks import thread_meshes
 from tests.unit.stage import make_context
@@ -28,6 +29,10 @@ DISPATCHES: list[dict[str, Any]] = [
     {"ep_size": 4, "moe_dispatch": "two_level", "node_size": 1},
     {"ep_size": 2, "moe_dispatch": "all_to_all"},
     {"ep_size": 2, "moe_dispatch": "gather"},
+    {"ep_size": 2, "moe_dispatch": "two_level", "node_size": 2},
+    {"ep_size": 1, "moe_dispatch": "gather"},
+    {"ep_size": 1, "moe_dispatch": "all_to_all"},
+    {"ep_size": 1, "moe_dispatch": "two_level"},
     {"moe_tp_size": 2},
     {"moe_tp_size": 4},
 ]
@@ -126,6 +131,25 @@ def test_a_steady_table_gives_the_same_bits(split: dict[str, Any]) -> None:
     alone = experts(tensors, is_steady=True)
     for stream, out in zip(streams, got, strict=True):
         assert torch.equal(out, alone(stream, Rows.even(len(stream), 1)))
+
+
+def test_rows_that_are_missing_are_nobodys_business() -> None:
+    """Their results would be dropped, so only the routing shows that none are computed."""
+    counts, each = (5, 3, 0, 7), ROUTED // 4
+    meshes = thread_meshes(ParallelConfig(cp_size=4, ep_size=4))
+    tensors = weights_of(range(ROUTED))
+
+    def one(rank: int) -> Tensor:
+        mixture, pair = experts(tensors, is_steady=False, mesh=meshes[rank]), make_dispatch(meshes[rank], "gather", ROUTED)
+        rows = Rows(counts[rank], max(counts))
+        with torch.inference_mode():
+            return pair.dispatch(pair.take(draw_rows(counts[rank], rank), rows), mixture.router, rows).routing.expert_ids
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(one, range(4)))
+    is_chosen = sum((ids < each).sum(1) for ids in found).view(4, max(counts))
+    for chosen, count in zip(is_chosen, counts, strict=True):
+        assert chosen[:count].tolist() == [4] * count and chosen[count:].tolist() == [0] * (max(counts) - count)
 
 
 def part(rows: Tensor, place: int, share: int) -> Tensor:
