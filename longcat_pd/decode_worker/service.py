@@ -59,7 +59,7 @@ class DecodeService:
         return Request(
             request_id=offer.request_id,
             prompt_token_ids=tuple(unpack(offer.token_ids)),
-            sampling=replace(sampling, max_tokens=offer.max_tokens, seed=offer.seed),
+            sampling=replace(sampling, max_tokens=offer.max_tokens, seed=offer.seed, grammar=offer.grammar),
             deadline=deadline,
             transfer=transfer,
         )

@@ -38,12 +38,13 @@ class SlotSampling:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: str = ""
 
     @property
     def has_edits(self) -> bool:
         """Whether tokens are drawn from other logits than the model's."""
         has_penalty = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
-        return has_penalty or self.min_tokens > 0 or bool(self.logit_bias)
+        return has_penalty or self.min_tokens > 0 or bool(self.logit_bias) or bool(self.grammar)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,7 +31,7 @@ class SamplingParams:
     ``temperature`` 0 is arg-max; ``top_k`` 0 is off; ``num_logprobs`` None: no log-probs, n: those of the token and of the
     n best. ``seed`` and ``choice`` key every draw together with the position. ``min_p`` 0 is off; ``logit_bias``: ids and
     what is added to their logits. Fewer than ``min_tokens`` generated: no EOS and none of ``stop_token_ids``, also if EOS
-    would not stop.
+    would not stop. ``grammar``: what the answer has to be a text of, see ``grammar.py``; empty: anything.
     """
 
     temperature: float = 1.0
@@ -49,6 +49,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: str = ""
 
     def __post_init__(self) -> None:
         checks = (

@@ -286,6 +286,7 @@ def _for_slot(sampling: SamplingParams, eos_token_ids: frozenset[int]) -> SlotSa
         frequency_penalty=sampling.frequency_penalty,
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=sampling.logit_bias,
+        grammar=sampling.grammar,
     )
 
 

@@ -49,7 +49,7 @@ class Beat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """P has room for this prompt. ``seed`` and ``max_tokens`` are resolved by P, so that both sides use the same."""
+    """P has room for this prompt. ``seed``, ``max_tokens`` and ``grammar`` are resolved by P, so that both sides use the same."""
 
     transfer_id: str
     request_id: str
@@ -58,6 +58,7 @@ class Offer:
     max_tokens: int
     seed: int
     deadline_ms: int
+    grammar: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

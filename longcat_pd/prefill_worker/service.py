@@ -103,6 +103,7 @@ class PrefillService:
             incarnation=self._hello.incarnation,
             token_ids=pack(request.prompt_token_ids),
             max_tokens=request.sampling.max_tokens,
+            grammar=request.sampling.grammar,
             seed=request.sampling.seed,
             deadline_ms=int(1000 * (request.deadline - self._now())),
         )
