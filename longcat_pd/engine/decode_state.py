@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from longcat_pd.config.schema import EngineConfig
+from longcat_pd.engine.grammar import Vocabulary
 from longcat_pd.engine.inputs import NOWHERE
 from longcat_pd.engine.sampling_state import SamplingState
 from longcat_pd.engine.slots import SlotState
@@ -80,7 +81,15 @@ class DecodeShape:
 class DecodeState(nn.Module):
     """The rows of all slots. Letters: S slots with padding, B sequences of a step, W rows of each, R kept tokens."""
 
-    def __init__(self, shape: DecodeShape, shard: CacheShard, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        shape: DecodeShape,
+        shard: CacheShard,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        vocabulary: Vocabulary | None = None,
+    ) -> None:
         super().__init__()
         self.shape = shape
         self._shard = shard
@@ -95,7 +104,7 @@ class DecodeState(nn.Module):
         self.starts = buffer(shape.num_columns, fill=NOWHERE)
         self.final = buffer(shape.window, shape.hidden_size, dtype=dtype)  # hidden states that were not drafted from
         self.num_final = buffer(fill=1)
-        self.sampling = SamplingState(rows, shape.vocab_size, device)
+        self.sampling = SamplingState(rows, shape.vocab_size, device, vocabulary=vocabulary)
         self._back = nn.Buffer(self._look_back(device), persistent=False)
 
     @property

@@ -43,7 +43,9 @@ class Decoder:
         )
         self._group = group
         self._num_drafts = shape.num_drafts
-        self._state = DecodeState(shape, mesh.cache_shard, dtype=loaded.dtype, device=loaded.device)
+        self._state = DecodeState(
+            shape, mesh.cache_shard, dtype=loaded.dtype, device=loaded.device, vocabulary=loaded.vocabulary
+        )
         drafts = make_drafts(loaded.model, self._state) if shape.num_drafts else None
         step = DecodeStep(loaded.model, self._state, ops=loaded.ops, drafts=drafts)
         self.forms = StepForms(step, spec, {"model": loaded.model_digest, "dtype": str(loaded.dtype)})
@@ -63,11 +65,15 @@ class Decoder:
         outputs = []
         for row, (state, tokens, count) in enumerate(zip(states, drawn.tolist(), counts.tolist(), strict=True)):
             state.num_tokens += count
-            outputs.append(slot_output(state, tokens[:count], logits[row, :count], num_drafts=self._num_drafts))
+            fault = self._state.sampling.grammars.advance(rows[row], tokens[:count])
+            num_drafts = self._num_drafts
+            outputs.append(slot_output(state, tokens[:count], logits[row, :count], num_drafts=num_drafts, fault=fault))
         return tuple(outputs)
 
 
-def slot_output(state: SlotState, tokens: Sequence[int], logits: torch.Tensor, *, num_drafts: int = 0) -> SlotOutput:
+def slot_output(
+    state: SlotState, tokens: Sequence[int], logits: torch.Tensor, *, num_drafts: int = 0, fault: str = ""
+) -> SlotOutput:
     """What is told of new tokens of one sequence; ``logits`` [tokens, V] are read where log-probs are asked for."""
     num, found = state.sampling.num_logprobs, list[Sampled]()
     if num is not None:
@@ -78,4 +84,5 @@ def slot_output(state: SlotState, tokens: Sequence[int], logits: torch.Tensor, *
         logprobs=tuple(token.logprob for token in found if token.logprob is not None),
         top=tuple(token.top for token in found),
         num_drafts=num_drafts,
+        fault=fault,
     )

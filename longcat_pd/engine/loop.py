@@ -138,9 +138,9 @@ class StepLoop:
     async def next_ring(self, seq: Sequence, until: float = float("inf")) -> None:
         """Wait until there is news of ``seq``, at most until ``until``.
 
-        Raises DeadlineExceeded, and the reason when nothing goes on any more.
+        Raises DeadlineExceeded, and the reason when it, or nothing, goes on any more.
         """
-        self.raise_failure()
+        self._raise_failure_of(seq)
         now, deadline = self._clock.now(), seq.request.deadline
         if now >= deadline:
             raise DeadlineExceeded("the deadline of this request is over")
@@ -148,7 +148,12 @@ class StepLoop:
             await self._clock.within(min(until, deadline) - now, self.inboxes[seq].next_ring())
         except TimeoutError:
             return
+        self._raise_failure_of(seq)
+
+    def _raise_failure_of(self, seq: Sequence) -> None:
         self.raise_failure()
+        if seq.failure is not None:
+            raise copy.copy(seq.failure)
 
     async def _run(self) -> None:
         while True:
@@ -169,7 +174,7 @@ class StepLoop:
             now = self._clock.now()
             news = self.scheduler.apply(outputs, now)
             for seq, tokens in news:
-                if tokens and seq in self.inboxes:
+                if (tokens or seq.failure) and seq in self.inboxes:
                     self.inboxes[seq].tokens.extend(tokens)
                     self.inboxes[seq].ring()
             if flight.plan.segments:

@@ -113,7 +113,8 @@ class SlotOutput:
     """Sampled tokens of one slot, in order, with log-probs where asked for (``top``: id, log-prob; best first).
 
     All but the last were drafts, of which the window had ``num_drafts``. ``draft_state``: with the first token of a
-    sequence that is pushed, for the drafts of the decode side.
+    sequence that is pushed, for the drafts of the decode side. ``fault``: why this answer cannot go on; its tokens count
+    for nothing.
     """
 
     slot: int
@@ -122,6 +123,7 @@ class SlotOutput:
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
     num_drafts: int = 0
     draft_state: DraftState | None = None
+    fault: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,12 +22,16 @@ from longcat_pd.parallel.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The token behind a prompt, its logits (see ``sampler.drawn``) and the hidden state [1, hidden] behind these."""
+    """The token behind a prompt, its logits (see ``sampler.drawn``) and the hidden state [1, hidden] behind these.
+
+    ``fault``: see ``SlotOutput``.
+    """
 
     state: SlotState
     token_id: int
     logits: torch.Tensor
     final: torch.Tensor
+    fault: str = ""
 
 
 class PromptStage:
@@ -78,11 +82,12 @@ class PromptStage:
         self, final: torch.Tensor, at: Rows, *, states: Sequence[SlotState], num_candidates: int
     ) -> list[FirstToken]:
         positions = torch.tensor([state.num_tokens for state in states], dtype=torch.int64, device=final.device)
+        known = self._known(states, positions.device)
         ids, logits = drawn(
             self._loaded.model,
             final,
             at,
-            rows=self._rows(states, positions),
+            rows=_rows_of(known, states, positions),
             positions=positions,
             num_candidates=num_candidates,
             ops=self._loaded.ops,
@@ -90,20 +95,21 @@ class PromptStage:
         tokens: list[int] = ids.tolist()
         for state, token in zip(states, tokens, strict=True):
             state.append(token)
+        faults = [known.grammars.advance(row, [token]) if known else "" for row, token in enumerate(tokens)]
         return [
-            FirstToken(state, token, logits[row : row + 1], final[row : row + 1])
+            FirstToken(state, token, logits[row : row + 1], final[row : row + 1], faults[row])
             for row, (state, token) in enumerate(zip(states, tokens, strict=True))
         ]
 
-    def _rows(self, states: Sequence[SlotState], positions: torch.Tensor) -> SamplingRows:
-        """How first tokens are sampled. Nothing is kept: they may decode elsewhere, and tables are made where they do."""
+    def _known(self, states: Sequence[SlotState], device: torch.device) -> SamplingState | None:
+        """What first tokens are sampled from, where anybody asks for more than the model's logits. Nothing of it is kept:
+        they may decode elsewhere, and it is made where they do."""
         if not any(state.sampling.has_edits for state in states):
-            return SamplingRows.of([state.sampling for state in states], positions.device)
-        known = SamplingState(len(states), self._loaded.vocab_size, positions.device)
+            return None
+        known = SamplingState(len(states), self._loaded.vocab_size, device, vocabulary=self._loaded.vocabulary)
         for place, state in enumerate(states):
             known.seat(place, state)
-        places = torch.arange(len(states), device=positions.device)
-        return known.rows(places, positions.unsqueeze(1), positions.new_empty((len(states), 0)))
+        return known
 
     def _received(self, num_rows: int) -> torch.Tensor:
         pp = self._mesh.axis("pp")
@@ -114,3 +120,11 @@ class PromptStage:
         pp = self._mesh.axis("pp")
         self.close()
         self._sending = pp.start_send(hidden, pp.rank + 1)
+
+
+def _rows_of(known: SamplingState | None, states: Sequence[SlotState], positions: torch.Tensor) -> SamplingRows:
+    """How first tokens at ``positions`` [R] are sampled."""
+    if known is None:
+        return SamplingRows.of([state.sampling for state in states], positions.device)
+    places = torch.arange(len(states), device=positions.device)
+    return known.rows(places, positions.unsqueeze(1), positions.new_empty((len(states), 0)))

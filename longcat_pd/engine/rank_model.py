@@ -11,6 +11,7 @@ import torch
 from longcat_pd import kernels
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import InstanceSpec, RankSpec
+from longcat_pd.engine.grammar import Vocabulary
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.models.causal_lm import CausalLM
 from longcat_pd.models.checkpoint import checkpoint_digest, int8_modules, open_checkpoint
@@ -26,7 +27,7 @@ class RankModel:
 
     ``ngram_order``: N of the over-embedding where this stage embeds with it, else 0. ``hidden_size`` and ``dtype`` are
     those of what travels between stages; ``vocab_size`` of what is drawn from. ``has_draft``: the draft layer is here.
-    ``memory``: what is allocated.
+    ``memory``: what is allocated. ``vocabulary``: for answers that are bound to a grammar, where tokens are drawn.
     """
 
     model: CausalLM
@@ -42,6 +43,7 @@ class RankModel:
     load_s: float
     memory: tuple[tuple[str, int], ...] = ()
     has_draft: bool = False
+    vocabulary: Vocabulary | None = None
 
 
 def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
@@ -93,6 +95,7 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
         load_s=time.monotonic() - began,
         memory=model.memory(cache),
         has_draft=has_draft,
+        vocabulary=Vocabulary.load(instance.model.path, config.vocab_size, config.eos_token_id) if is_last else None,
     )
 
 

@@ -188,7 +188,7 @@ class ModelRunner:
 
     def _started(self, first: FirstToken) -> SlotOutput:
         """A prompt is computed: its sequence decodes here, or where its cache goes."""
-        output = slot_output(first.state, [first.token_id], first.logits)
+        output = slot_output(first.state, [first.token_id], first.logits, fault=first.fault)
         if first.state.push is None:
             self._seat(first.state, first.final)
         elif self._loaded.has_draft:

@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from longcat_pd.engine.grammar import Vocabulary
+from longcat_pd.engine.masks import GrammarMasks
 from longcat_pd.engine.request import MAX_BIAS
 from longcat_pd.engine.sampler import SamplingRows, floor_of
 from longcat_pd.engine.slots import SlotState
@@ -21,10 +23,13 @@ from longcat_pd.kernels.ops import ENDS, IN_PROMPT, Edits
 class SamplingState(nn.Module):
     """The rows of ``num_rows`` slots; Letters: B sequences, W rows of each.
 
-    ``counts`` and ``flags`` are five bytes for each slot and id of the vocabulary; see ``ops.Edits``.
+    ``counts`` and ``flags`` are five bytes for each slot and id of the vocabulary; see ``ops.Edits``. ``vocabulary``: None
+    where nobody is bound to a grammar.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, vocab_size: int, device: torch.device, *, vocabulary: Vocabulary | None = None
+    ) -> None:
         super().__init__()
 
         def buffer(*sizes: int, fill: float = 0, dtype: torch.dtype = torch.int64) -> nn.Buffer:
@@ -44,6 +49,7 @@ class SamplingState(nn.Module):
         self.flags = buffer(vocab_size, dtype=torch.uint8)
         self.bias_ids = buffer(MAX_BIAS)
         self.bias = buffer(MAX_BIAS, dtype=torch.float32)
+        self.grammars = GrammarMasks(vocabulary, device)
 
     def seat(self, slot: int, state: SlotState) -> None:
         """A sequence is sampled from now on, behind the tokens that are known of it."""
@@ -59,6 +65,7 @@ class SamplingState(nn.Module):
         self.presence[slot] = rule.presence_penalty
         self.repetition[slot] = rule.repetition_penalty
         self.bias[slot].zero_()
+        self.grammars.seat(slot, rule.grammar, state.token_ids[state.prompt_len : state.num_tokens].tolist())
         if rule.has_edits:
             self._fill_tables(slot, state)
 
@@ -74,6 +81,7 @@ class SamplingState(nn.Module):
 
         places = torch.arange(width, device=slots.device)
         is_before = places[: drafts.shape[1]] < places.unsqueeze(1)
+        masks, is_bound = self.grammars(slots, drafts)
         edits = Edits(
             counts=self.counts,
             flags=self.flags,
@@ -85,6 +93,8 @@ class SamplingState(nn.Module):
             frequency=column(self.frequency),
             presence=column(self.presence),
             repetition=column(self.repetition),
+            masks=masks,
+            is_bound=is_bound,
         )
         return SamplingRows(
             temperature=column(self.temperature),

@@ -19,7 +19,7 @@ from longcat_pd.engine.plan import Admit, Phase, Segment, SlotOutput, SlotSampli
 from longcat_pd.engine.request import Event, SamplingParams, TokenOutput
 from longcat_pd.engine.room import Room
 from longcat_pd.engine.sequence import Sequence, Stage
-from longcat_pd.errors import EngineFault
+from longcat_pd.errors import EngineFault, InvalidRequest
 from longcat_pd.kv_transfer.messages import Arrival, DraftState, Push
 from longcat_pd.wire import pack
 
@@ -160,6 +160,11 @@ class Scheduler:
             if segment.is_last:
                 if segment.slot not in slots:
                     raise EngineFault(f"step {flight.plan.step_id}: no token for slot {segment.slot}")
+                if slots[segment.slot].fault:
+                    seq.failure = _beyond_grammar(slots[segment.slot].fault)
+                    self.release(seq)
+                    news.append((seq, tokens))
+                    continue
                 tokens = _tokens(slots[segment.slot])
                 seq.draft_state = slots[segment.slot].draft_state
             if flight.plan.phase == "prefill":
@@ -288,6 +293,10 @@ def _for_slot(sampling: SamplingParams, eos_token_ids: frozenset[int]) -> SlotSa
         logit_bias=sampling.logit_bias,
         grammar=sampling.grammar,
     )
+
+
+def _beyond_grammar(fault: str) -> InvalidRequest:
+    return InvalidRequest(f"the answer's grammar cannot be followed any further: {fault}", code="unsupported_parameter")
 
 
 def _tokens(output: SlotOutput) -> tuple[TokenOutput, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from longcat_pd.engine.request import Event, FinishReason, Request, TokenOutput
+from longcat_pd.errors import LongcatError
 from longcat_pd.kv_cache.block_table import BlockTable
 from longcat_pd.kv_cache.layout import BlockSplit
 from longcat_pd.kv_transfer.messages import Arrival, DraftState, Push
@@ -32,7 +33,8 @@ class Sequence:
     ``num_tokens``: positions that the reservation covers. ``num_scheduled``: leading prompt positions that stand in plans;
     ``num_computed``: positions whose cache is there, found or reported by the ranks. ``is_admitted``, ``is_announced``: a
     plan has told the ranks of this sequence, of its arrival. ``draft_state``: what the first drafts behind a hand-over
-    start from. ``keys``: of its leading full blocks, of which others find the first ``num_findable`` (``prefixes.py``).
+    start from. ``failure``: why it ended without a finish, if the ranks say so. ``keys``: of its leading full blocks, of
+    which others find the first ``num_findable`` (``prefixes.py``).
     """
 
     request: Request
@@ -51,6 +53,7 @@ class Sequence:
     arrival: Arrival | None = None
     is_announced: bool = False
     draft_state: DraftState | None = None
+    failure: LongcatError | None = None
     keys: list[bytes] = field(default_factory=list)
     num_findable: int = 0
 

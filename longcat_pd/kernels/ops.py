@@ -273,7 +273,9 @@ class Edits(NamedTuple):
     which id, 0 where there is nothing.
 
     Rows: ``seqs`` [T], the sequence; ``drafts`` [T, D], ids that stand between what is counted and the row, -1 for none;
-    ``is_early`` [T] bool, whether the answer may not end yet; ``frequency``, ``presence`` and ``repetition`` [T] fp64.
+    ``is_early`` [T] bool, whether the answer may not end yet; ``frequency``, ``presence`` and ``repetition`` [T] fp64;
+    ``masks`` [T, words] int32, a bit for each id that may be drawn, the lowest first, and ``is_bound`` [T] bool, whether
+    the row's mask counts.
     """
 
     counts: Tensor
@@ -286,15 +288,17 @@ class Edits(NamedTuple):
     frequency: Tensor
     presence: Tensor
     repetition: Tensor
+    masks: Tensor
+    is_bound: Tensor
 
 
 class DrawEdited(Protocol):
-    """Draw from logits that were changed, in fp64 and rounded once: bias, then penalties, then what may not end an answer.
+    """Draw from logits that were changed, in fp64 and rounded once: bias, then penalties, then masks.
 
     ``repetition`` divides positive and multiplies other logits of ids that the prompt or the answer has, up to the row and
     with its drafts. Then ``frequency`` for each time that the answer has the id, and ``presence`` if it does, are
-    subtracted. An id that ENDS is not drawn while ``is_early``. ``logits`` stay as they are; rows without any of this cost
-    what Draw costs.
+    subtracted. An id that ENDS is not drawn while ``is_early``, and none that the mask of a bound row lacks; where both
+    leave nothing, the mask alone counts. ``logits`` stay as they are; rows without any of this cost what Draw costs.
     """
 
     def __call__(

@@ -49,7 +49,8 @@ class Beat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """P has room for this prompt. ``seed``, ``max_tokens`` and ``grammar`` are resolved by P, so that both sides use the same."""
+    """P has room for this prompt. ``seed``, ``max_tokens`` and ``grammar`` are resolved by P, so that both sides use the
+    same."""
 
     transfer_id: str
     request_id: str

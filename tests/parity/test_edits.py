@@ -1,4 +1,4 @@
-"""Bias, penalties, min_tokens and min_p in the engine, against a loop that knows all ids and takes one token at a time.
+"""Bias, penalties, min_tokens, min_p and grammars in the engine, against a loop that knows all ids and goes one by one.
 
 Every field alone and all together, greedy and drawn; drafts by every pattern, of the checkpoint, and none; ranks that share
 a cache and a head; a compiled graph. All of them say the same.
@@ -9,14 +9,17 @@ from __future__ import annotations
 import functools
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from longcat_pd.config.schema import ParallelConfig, RankSpec
 from longcat_pd.engine.plan import SlotSampling
@@ -26,6 +29,8 @@ from longcat_pd.engine.speculative import MakeDrafts, ModelDrafts
 from longcat_pd.kernels.reference.sampling import keyed_uniform
 from longcat_pd.parallel.layout import ParallelLayout
 from longcat_pd.parallel.mesh import Mesh
+from longcat_pd.server.text import TokenBytes
+from longcat_pd.tiny.tokenizer import SPECIAL_TOKENS
 from tests.compiled import Crowd, Life, Said, Work, compiled, compiler_warns, with_engine
 from tests.drafts import scripted
 from tests.parity.conftest import MakeCheckpoint
@@ -33,10 +38,13 @@ from tests.parity.gloo import BLOCK_SIZE, on_ranks, rank_specs
 from tests.parity.single import SingleProcess
 from tests.slots import GREEDY
 
-NUM_NEW, VARIANT = 18, "2.0+predictable"
+NUM_NEW, VARIANT, EOS = 18, "2.0+predictable", 2
 ENDS = tuple(range(32, 500))
 NARROW = tuple((token, 6.0) for token in range(100, 106))  # who says little else repeats itself
-FIELDS = {
+GRAMMAR = "start: /([a-e]{2,5}[0-9])*/"
+BOUND_TO = re.compile(rb"([a-e]{2,5}[0-9])*")
+BEGINNING_OF = re.compile(rb"([a-e]{2,5}[0-9])*[a-e]{0,5}")
+FIELDS: dict[str, dict[str, Any]] = {
     "bias": {"logit_bias": tuple((token, 4.0 - token % 9) for token in range(40, 1000, 5))},
     "narrow": {"logit_bias": NARROW},
     "frequency": {"frequency_penalty": 0.8, "logit_bias": NARROW},
@@ -54,6 +62,15 @@ FIELDS = {
         "ends": ENDS,
         "min_p": 0.05,
     },
+    "grammar": {"grammar": GRAMMAR},
+    "bound": {
+        "grammar": GRAMMAR,
+        "logit_bias": ((EOS, 30.0), *((token, 3.0) for token in range(90, 1000, 7))),
+        "repetition_penalty": 2.0,
+        "presence_penalty": 0.3,
+        "min_tokens": 9,
+        "ends": (EOS,),
+    },
 }
 PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 SHOWN = {
@@ -62,6 +79,8 @@ SHOWN = {
     "early": ("min_tokens",),
     "min_p": ("min_p",),
     "all": ("logit_bias", "min_tokens"),
+    "grammar": ("grammar",),
+    "bound": ("grammar", "min_tokens"),
 }
 
 
@@ -71,7 +90,7 @@ def rules() -> list[tuple[str, SlotSampling]]:
     for seed, (name, fields) in enumerate({"nothing": {}, **FIELDS}.items()):
         for temperature in (0.0, 0.9):
             rule = replace(GREEDY, temperature=temperature, seed=seed, top_p=0.98, num_logprobs=0)
-            found.append((name, replace(rule, **fields)))  # type: ignore[arg-type]
+            found.append((name, replace(rule, **fields)))
     return found
 
 
@@ -87,17 +106,36 @@ def work() -> list[Work]:
 # -- the loop
 
 
-def chosen(logits: Sequence[float], prompt: list[int], answer: list[int], rule: SlotSampling) -> int:
+def may_come(answer: list[int], path: Path) -> set[int]:
+    """What the grammar allows next. Nothing of it is forced, so it cannot depend on how text is cut into tokens."""
+    if EOS in answer:
+        return {EOS}
+    said = b"".join(texts(path)[token] for token in answer)
+    found = {token for token, text in texts(path).items() if text and BEGINNING_OF.fullmatch(said + text)}
+    return found | {EOS} if BOUND_TO.fullmatch(said) else found
+
+
+@functools.cache
+def texts(path: Path) -> dict[int, bytes]:
+    """Of the tokens that are text."""
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    table = TokenBytes(tokenizer)
+    return {token: table[token] for token in range(len(SPECIAL_TOKENS), tokenizer.get_vocab_size())}
+
+
+def chosen(logits: Sequence[float], prompt: list[int], answer: list[int], rule: SlotSampling, *, path: Path) -> int:
     """The next token, from the logits and all ids before it."""
     bias, counts = dict(rule.logit_bias), Counter(answer)
+    allowed = may_come(answer, path) if rule.grammar else set(range(len(logits)))
+    if len(answer) < rule.min_tokens:
+        allowed = allowed.difference(rule.ends) or allowed
     values = []
     for token, logit in enumerate(logits):
         x = logit + bias.get(token, 0.0)
         if token in counts or token in prompt:
             x = x / rule.repetition_penalty if x > 0 else x * rule.repetition_penalty
         x -= rule.frequency_penalty * counts[token] + rule.presence_penalty * (token in counts)
-        is_masked = token in rule.ends and len(answer) < rule.min_tokens
-        values.append(-math.inf if is_masked else float(np.float32(x)))
+        values.append(float(np.float32(x)) if token in allowed else -math.inf)
     order = sorted(range(len(values)), key=lambda i: (-values[i], i))
     if rule.temperature == 0.0:
         return order[0]
@@ -120,15 +158,15 @@ def chosen(logits: Sequence[float], prompt: list[int], answer: list[int], rule: 
 def truth(path: Path) -> list[list[int]]:
     """What each of ``work`` says."""
     single = SingleProcess(path)
-    return [looped(single, one.prompt, one.sampling) for one in work()]
+    return [looped(single, one.prompt, one.sampling, path) for one in work()]
 
 
-def looped(single: SingleProcess, prompt: list[int], rule: SlotSampling) -> list[int]:
+def looped(single: SingleProcess, prompt: list[int], rule: SlotSampling, path: Path) -> list[int]:
     """What one sequence says."""
     state, answer = single.admit(prompt, room=NUM_NEW), list[int]()
     rows = single.step((state, len(prompt)))[0]
     for _ in range(NUM_NEW):
-        answer.append(chosen(rows[-1].tolist(), prompt, answer, rule))
+        answer.append(chosen(rows[-1].tolist(), prompt, answer, rule, path=path))
         state.append(answer[-1])
         rows = single.step((state, 1))[0]
     return answer
@@ -165,7 +203,7 @@ def check(found: Sequence[Said], path: Path) -> None:
 
 def test_the_loop_is_changed_by_every_field(tiny: MakeCheckpoint) -> None:
     """Else nothing below would prove anything."""
-    single, path = SingleProcess(tiny(VARIANT), num_blocks=1000), tiny(VARIANT)
+    single, path = SingleProcess(tiny(VARIANT, with_tokenizer=True), num_blocks=1000), tiny(VARIANT, with_tokenizer=True)
     missed = []
     for (name, rule), one, ids in zip(rules(), work(), truth(path), strict=True):
         if name == "early":
@@ -173,27 +211,32 @@ def test_the_loop_is_changed_by_every_field(tiny: MakeCheckpoint) -> None:
         for field in SHOWN.get(name, ()):
             without = replace(rule, **{field: getattr(GREEDY, field)})
             is_moot = field == "min_p" and rule.temperature == 0.0
-            if (looped(single, one.prompt, without) == ids) != is_moot:
+            if (looped(single, one.prompt, without, path) == ids) != is_moot:
                 missed.append((name, field, rule.temperature))
     assert not missed
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])
 def test_an_engine_says_what_the_loop_says(tiny: MakeCheckpoint, num_drafts: int) -> None:
-    spec = spec_of(tiny(VARIANT), num_drafts, ParallelConfig())
+    spec = spec_of(tiny(VARIANT, with_tokenizer=True), num_drafts, ParallelConfig())
     found = said_by(spec, Mesh.single())
-    check(found, tiny(VARIANT))
+    check(found, tiny(VARIANT, with_tokenizer=True))
     if num_drafts == 3:
         assert {run for one in found for run in one.runs} == {1, 2, 3, 4}
 
 
 def test_company_and_former_tenants_do_not_matter(tiny: MakeCheckpoint) -> None:
-    check(said_by(spec_of(tiny(VARIANT), 3, ParallelConfig()), Mesh.single(), Crowd(at_once=3, joining=2)), tiny(VARIANT))
+    check(
+        said_by(
+            spec_of(tiny(VARIANT, with_tokenizer=True), 3, ParallelConfig()), Mesh.single(), Crowd(at_once=3, joining=2)
+        ),
+        tiny(VARIANT, with_tokenizer=True),
+    )
 
 
 @pytest.mark.parametrize("pattern", [(0,), (1,), (2,), (3,), (0, 3, 1, 2), (3, 0, 2, 2, 1)])
 def test_rejected_drafts_leave_no_trace(tiny: MakeCheckpoint, pattern: tuple[int, ...]) -> None:
-    path = tiny(VARIANT)
+    path = tiny(VARIANT, with_tokenizer=True)
     whole = [one.prompt + ids for one, ids in zip(work(), truth(path), strict=True)]
     found = said_by(spec_of(path, 3, ParallelConfig()), Mesh.single(), make_drafts=scripted(whole, pattern))
     check(found, path)
@@ -202,7 +245,7 @@ def test_rejected_drafts_leave_no_trace(tiny: MakeCheckpoint, pattern: tuple[int
 
 
 def test_logprobs_are_those_of_the_models_own_logits(tiny: MakeCheckpoint) -> None:
-    path = tiny(VARIANT)
+    path = tiny(VARIANT, with_tokenizer=True)
     single, found = SingleProcess(path), said_by(spec_of(path, 3, ParallelConfig()), Mesh.single())
     for one, said in zip(work(), found, strict=True):
         ids = one.prompt + said.ids
@@ -220,7 +263,7 @@ def test_logprobs_are_those_of_the_models_own_logits(tiny: MakeCheckpoint) -> No
 )
 def test_two_ranks_say_what_the_loop_says(tiny: MakeCheckpoint, sizes: dict[str, int], num_drafts: int) -> None:
     """Once with rows that ask for nothing else gone before the others, so that candidates are looked at in between."""
-    path, parallel = tiny(VARIANT), ParallelConfig(**sizes)
+    path, parallel = tiny(VARIANT, with_tokenizer=True), ParallelConfig(**sizes)
     specs = [spec_of(path, num_drafts, parallel, rank) for rank in range(2)]
     port = specs[0].rendezvous_port
     found = on_ranks([replace(spec, rendezvous_port=port) for spec in specs], said_on_rank, Crowd(at_once=4, joining=2))
@@ -230,5 +273,5 @@ def test_two_ranks_say_what_the_loop_says(tiny: MakeCheckpoint, sizes: dict[str,
 @pytest.mark.slow
 @compiler_warns
 def test_a_compiled_graph_says_what_the_loop_says(tiny: MakeCheckpoint, tmp_path: Path) -> None:
-    spec = compiled(spec_of(tiny(VARIANT), 3, ParallelConfig()), tmp_path)
-    check(said_by(spec, Mesh.single()), tiny(VARIANT))
+    spec = compiled(spec_of(tiny(VARIANT, with_tokenizer=True), 3, ParallelConfig()), tmp_path)
+    check(said_by(spec, Mesh.single()), tiny(VARIANT, with_tokenizer=True))

@@ -227,6 +227,8 @@ def edits_of(num_rows: int, num_ids: int, *, seed: int) -> Edits:
         frequency=some([0.0, 0.0, 0.0, 1.0, -0.5, 0.3], num_rows),
         presence=some([0.0, 0.0, 0.0, 1.0, 2.0, -1.1], num_rows),
         repetition=some([1.0, 1.0, 1.0, 2.0, 0.5, 1.3], num_rows),
+        masks=some([-1, 0x55555555, 1 - 2**31, 3, 6, 257], num_rows, -(-num_ids // 32)).int(),
+        is_bound=some([False, False, True], num_rows),
     )
 
 
@@ -244,8 +246,11 @@ def changed(row: Sequence[float], number: int, edits: Edits) -> list[float]:
             x = x / float(edits.repetition[number]) if x > 0 else x * float(edits.repetition[number])
         x -= float(edits.frequency[number]) * count
         x -= float(edits.presence[number]) if count else 0.0
-        found.append(-math.inf if flags & ENDS and edits.is_early[number] else float(np.float32(x)))
-    return found
+        found.append(float(np.float32(x)))
+    words, is_bound = edits.masks[number].tolist(), bool(edits.is_bound[number])
+    allowed = {token for token in bias if not is_bound or words[token // 32] >> token % 32 & 1}
+    early = {token for token in bias if edits.is_early[number] and int(edits.flags[seq, token]) & ENDS}
+    return [x if token in (allowed - early or allowed) else -math.inf for token, x in enumerate(found)]
 
 
 @pytest.mark.parametrize("kind", ["spread", "ties"])

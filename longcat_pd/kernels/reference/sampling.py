@@ -102,17 +102,27 @@ def edited(logits: Tensor, edits: Edits) -> Tensor:
     is_seen = is_used | (flags & IN_PROMPT > 0)
     x = torch.where(is_seen, torch.where(x > 0.0, x / factor, x * factor), x)
     x = x - edits.frequency.unsqueeze(1) * counts - edits.presence.unsqueeze(1) * is_used
-    return x.masked_fill(edits.is_early.unsqueeze(1) & (flags & ENDS > 0), -torch.inf).float()
+    is_allowed = _is_allowed(edits, x.shape[1])
+    is_late = ~(edits.is_early.unsqueeze(1) & (flags & ENDS > 0)) & is_allowed
+    stays = torch.where(is_late.any(1, keepdim=True), is_late, is_allowed)  # an answer that can only end ends
+    return x.masked_fill(~stays, -torch.inf).float()
+
+
+def _is_allowed(edits: Edits, num_ids: int) -> Tensor:
+    """What the masks leave, [T, V]."""
+    places = torch.arange(32, dtype=torch.int32, device=edits.masks.device)
+    bits = edits.masks.unsqueeze(2).bitwise_right_shift(places).bitwise_and(1).flatten(1)[:, :num_ids]
+    return (bits > 0) | ~edits.is_bound.unsqueeze(1)
 
 
 def _is_edited(edits: Edits) -> Tensor:
     """The rows whose logits anything is to be done to."""
     has_penalty = (edits.frequency != 0.0) | (edits.presence != 0.0) | (edits.repetition != 1.0)
-    return has_penalty | edits.is_early | (edits.bias != 0.0).any(1)[edits.seqs]
+    return has_penalty | edits.is_early | edits.is_bound | (edits.bias != 0.0).any(1)[edits.seqs]
 
 
 def _of_rows(edits: Edits, rows: Tensor) -> Edits:
-    own = ("seqs", "drafts", "is_early", "frequency", "presence", "repetition")
+    own = ("seqs", "drafts", "is_early", "frequency", "presence", "repetition", "masks", "is_bound")
     return edits._replace(**{name: column[rows] for name, column in edits._asdict().items() if name in own})
 
 
