@@ -35,7 +35,7 @@ class GrammarMasks(nn.Module):
         self._vocabulary = vocabulary
         self._matchers: dict[int, Matcher] = {}  # of the slots that are bound
         number = next(_NUMBERS)
-        self.number = nn.Buffer(torch.tensor(number, device=device), persistent=False)
+        self.number = nn.Buffer(torch.tensor([number], device=device), persistent=False)
         self.num_words = vocabulary.num_words if vocabulary is not None else 1
         _TABLES[number] = self
 

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import torch
 
-from longcat_pd import kernels
 from longcat_pd.config.model import ModelConfig
-from longcat_pd.config.schema import InstanceSpec, RankSpec
+from longcat_pd.config.schema import RankSpec
 from longcat_pd.engine.grammar import Vocabulary
+from longcat_pd.engine.stage_model import build_stage, data_type
+from longcat_pd.kernels import Ops
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.models.causal_lm import CausalLM
-from longcat_pd.models.checkpoint import checkpoint_digest, int8_modules, open_checkpoint
-from longcat_pd.models.context import ModelContext
-from longcat_pd.models.weights import fill_weights
+from longcat_pd.models.checkpoint import checkpoint_digest
 from longcat_pd.parallel.layout import layers_of_stage
 from longcat_pd.parallel.mesh import Mesh
 
@@ -31,7 +30,7 @@ class RankModel:
     """
 
     model: CausalLM
-    ops: kernels.Ops
+    ops: Ops
     cache: KVCache
     hidden_size: int
     dtype: torch.dtype
@@ -55,54 +54,28 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
     instance = spec.instance
     began = time.monotonic()
     config = ModelConfig.load(instance.model.path)
-    dtype = _data_type(config.torch_dtype if instance.model.dtype == "auto" else instance.model.dtype)
-    device, pp = torch.device(instance.device), mesh.axis("pp")
+    dtype, device = data_type(instance, config), torch.device(instance.device)
+    pp = mesh.axis("pp")
     layers = layers_of_stage(instance.parallel, config.num_layers, pp.rank)
     is_last = pp.rank == pp.size - 1
     has_draft = is_last and instance.engine.num_draft_tokens > 0
     cached = range(layers.start, layers.stop + has_draft)
     cache = KVCache.of_layers(config, cached, engine=instance.engine, dtype=dtype, device=device)
+    stage = build_stage(instance, mesh, config=config, cache=cache, layers=layers, has_draft=has_draft)
     has_weights = instance.model.weights == "checkpoint"
-    int8 = int8_modules(open_checkpoint(Path(instance.model.path))) if has_weights else frozenset()
-    context = ModelContext(
-        config=config,
-        ops=_operators(instance, is_steady=bool(int8)),
-        mesh=mesh,
-        cache=cache,
-        layers=layers,
-        is_first=pp.rank == 0,
-        is_last=is_last,
-        kv_access=mesh.cache_shard.access,
-        dtype=dtype,
-        device=device,
-        int8=int8,
-        moe_dispatch=instance.parallel.moe_dispatch,
-        has_draft=has_draft,
-    )
-    model = CausalLM(context)
-    weight_bytes = fill_weights(model.weight_specs(), instance.model, config=config)
     return RankModel(
-        model=model,
-        ops=context.ops,
+        model=stage.model,
+        ops=stage.ops,
         cache=cache,
         hidden_size=config.hidden_size,
         dtype=dtype,
         device=device,
-        ngram_order=config.over_embedding.oe_neighbor_num if config.over_embedding and context.is_first else 0,
+        ngram_order=config.over_embedding.oe_neighbor_num if config.over_embedding and pp.rank == 0 else 0,
         vocab_size=config.vocab_size,
         model_digest=checkpoint_digest(Path(instance.model.path), has_weights=has_weights),
-        weight_bytes=weight_bytes,
+        weight_bytes=stage.weight_bytes,
         load_s=time.monotonic() - began,
-        memory=model.memory(cache),
+        memory=stage.model.memory(cache),
         has_draft=has_draft,
         vocabulary=Vocabulary.load(instance.model.path, config.vocab_size, config.eos_token_id) if is_last else None,
     )
-
-
-def _operators(instance: InstanceSpec, *, is_steady: bool) -> kernels.Ops:
-    engine = instance.engine
-    return kernels.load(instance.device, exe_mode=engine.exe_mode, is_steady=is_steady, unfused=engine.unfused)
-
-
-def _data_type(name: str) -> torch.dtype:
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
