@@ -140,7 +140,9 @@ class StepLoop:
 
         Raises DeadlineExceeded, and the reason when it, or nothing, goes on any more.
         """
-        self._raise_failure_of(seq)
+        self.raise_failure()
+        if seq.failure is not None:  # who asks has taken all that came before it
+            raise copy.copy(seq.failure)
         now, deadline = self._clock.now(), seq.request.deadline
         if now >= deadline:
             raise DeadlineExceeded("the deadline of this request is over")
@@ -148,12 +150,7 @@ class StepLoop:
             await self._clock.within(min(until, deadline) - now, self.inboxes[seq].next_ring())
         except TimeoutError:
             return
-        self._raise_failure_of(seq)
-
-    def _raise_failure_of(self, seq: Sequence) -> None:
         self.raise_failure()
-        if seq.failure is not None:
-            raise copy.copy(seq.failure)
 
     async def _run(self) -> None:
         while True:

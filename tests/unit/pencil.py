@@ -59,6 +59,7 @@ class Pencil:
     silent: set[int] = field(default_factory=set)
     miscount: dict[int, int] = field(default_factory=dict)  # by rank: live blocks that it reports wrongly
     fault_at: int = 0
+    beyond_grammar: set[int] = field(default_factory=set)  # ids whose sequence cannot go on
     accepted: int = 0  # drafts of each window that stand
     durations_ms: dict[int, tuple[float, float]] = field(default_factory=dict)  # by rank: waited, computed
     prompts: dict[str, list[int]] = field(default_factory=dict)  # by transfer: what arrives, where a test says so
@@ -264,7 +265,7 @@ class Pencil:
         if not segment.is_last:
             return None
         state.tokens.append(state.tokens[-1] + 1)
-        return SlotOutput(slot=segment.slot, token_ids=(state.tokens[-1],))
+        return self._said(segment.slot, (state.tokens[-1],))
 
     def _decode(self, segment: Segment, state: _Slot) -> SlotOutput:
         room = len(state.blocks) * self.config.block_size - state.num_computed
@@ -274,4 +275,8 @@ class Pencil:
         state.tokens += tokens
         self._write_own(segment.slot, state.num_computed, state.num_computed + len(tokens))
         state.num_computed += len(tokens)
-        return SlotOutput(slot=segment.slot, token_ids=tokens, num_drafts=num_drafts)
+        return self._said(segment.slot, tokens, num_drafts)
+
+    def _said(self, slot: int, tokens: tuple[int, ...], num_drafts: int = 0) -> SlotOutput:
+        fault = "too many states" if self.beyond_grammar.intersection(tokens) else ""
+        return SlotOutput(slot=slot, token_ids=tokens, num_drafts=num_drafts, fault=fault)

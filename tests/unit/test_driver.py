@@ -41,6 +41,26 @@ async def test_tokens_and_the_reasons_to_stop() -> None:
         await r.assert_idle()
 
 
+@pytest.mark.parametrize("last", [8, 9, 11])
+async def test_an_answer_beyond_its_grammar_ends_alone(last: int) -> None:
+    """With the first token and with later ones, while another one goes on; what the ranks' fault came with is no token."""
+    async with rig() as r:
+        r.pencil.beyond_grammar = {last}
+        other = asyncio.create_task(r.answer(request([50], 12)))
+        seen = list[int]()
+        with pytest.raises(InvalidRequest, match="cannot be followed any further: too many states") as error:
+            async with r.engine.reserve(request([7], 9, grammar="start:"), 10) as seq:
+                first = await r.engine.prefill(seq)
+                async with aclosing(r.engine.decode(seq, first)) as deltas:
+                    async for delta in deltas:
+                        seen += [token.token_id for token in delta.tokens]
+        assert error.value.status == 400 and seen == list(range(8, last))
+        assert ids(await other) == list(range(51, 63))
+        r.pencil.beyond_grammar = set()
+        assert ids(await r.answer(request([7], 3))) == [8, 9, 10]
+        await r.assert_idle()
+
+
 async def test_what_the_ranks_allocated_is_told_once_and_by_rank_to_who_asks() -> None:
     out = io.StringIO()
     log.set_up(level="debug", stream=out)

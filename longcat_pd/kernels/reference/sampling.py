@@ -93,19 +93,24 @@ def draw_edited(logits: Tensor, edits: Edits, *, temperature: Tensor, **filters:
 
 
 def edited(logits: Tensor, edits: Edits) -> Tensor:
-    """The logits [T, V] that ``ops.DrawEdited`` draws from."""
+    """The logits [T, V] that ``ops.DrawEdited`` draws from. No row is calculated anew where masks are all that is asked."""
+    x = _recalculated(logits, edits) if _is_recalculated(edits).any() else logits
+    is_allowed = _is_allowed(edits, x.shape[1])
+    is_late = ~(edits.is_early.unsqueeze(1) & (edits.flags[edits.seqs] & ENDS > 0)) & is_allowed
+    stays = torch.where(is_late.any(1, keepdim=True), is_late, is_allowed)  # an answer that can only end ends
+    return x.masked_fill(~stays, -torch.inf)
+
+
+def _recalculated(logits: Tensor, edits: Edits) -> Tensor:
+    """Bias and penalties."""
     seqs, drafts = edits.seqs, edits.drafts
     counts = edits.counts[seqs].scatter_add(1, drafts.clamp_min(0), (drafts >= 0).int())
-    flags, is_used = edits.flags[seqs], counts > 0
+    is_used = counts > 0
     x = logits.double().scatter_add(1, edits.bias_ids[seqs], edits.bias[seqs].double())
     factor = edits.repetition.unsqueeze(1)
-    is_seen = is_used | (flags & IN_PROMPT > 0)
+    is_seen = is_used | (edits.flags[seqs] & IN_PROMPT > 0)
     x = torch.where(is_seen, torch.where(x > 0.0, x / factor, x * factor), x)
-    x = x - edits.frequency.unsqueeze(1) * counts - edits.presence.unsqueeze(1) * is_used
-    is_allowed = _is_allowed(edits, x.shape[1])
-    is_late = ~(edits.is_early.unsqueeze(1) & (flags & ENDS > 0)) & is_allowed
-    stays = torch.where(is_late.any(1, keepdim=True), is_late, is_allowed)  # an answer that can only end ends
-    return x.masked_fill(~stays, -torch.inf).float()
+    return (x - edits.frequency.unsqueeze(1) * counts - edits.presence.unsqueeze(1) * is_used).float()
 
 
 def _is_allowed(edits: Edits, num_ids: int) -> Tensor:
@@ -117,8 +122,13 @@ def _is_allowed(edits: Edits, num_ids: int) -> Tensor:
 
 def _is_edited(edits: Edits) -> Tensor:
     """The rows whose logits anything is to be done to."""
+    return _is_recalculated(edits) | edits.is_early | edits.is_bound
+
+
+def _is_recalculated(edits: Edits) -> Tensor:
+    """The rows with a bias or a penalty."""
     has_penalty = (edits.frequency != 0.0) | (edits.presence != 0.0) | (edits.repetition != 1.0)
-    return has_penalty | edits.is_early | edits.is_bound | (edits.bias != 0.0).any(1)[edits.seqs]
+    return has_penalty | (edits.bias != 0.0).any(1)[edits.seqs]
 
 
 def _of_rows(edits: Edits, rows: Tensor) -> Edits:
