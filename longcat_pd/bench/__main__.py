@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 
 from longcat_pd.bench import ahead, client, report, steps
+from longcat_pd.bench.grammars import grammar_rows
 from longcat_pd.bench.prefixes import prefix_rows
 from longcat_pd.bench.report import Row, compared
 from longcat_pd.bench.servers import Served, cluster, cpu_share, engine, make_checkpoint, resident_mib
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             steps.int8_rows(folder),
             pair_rows(folder, rounds=options.rounds),
             rate_rows(folder, num_tokens=options.tokens),
+            grammar_rows(folder, port=ENGINE_PORT),
         )
         rows = list(_told(chain.from_iterable(parts)))
     figures = report.table(report.machine(), rows)

@@ -39,12 +39,12 @@ class Watch:
         """Seconds from sending a request to its first event; returns when the whole answer is here."""
         return (await self.ask(ids, max_tokens=max_tokens))[0]
 
-    async def ask(self, ids: Sequence[int], *, max_tokens: int = 2) -> tuple[float, int]:
-        """The same, and how many of ``ids`` the server says it had from before."""
+    async def ask(self, ids: Sequence[int], *, max_tokens: int = 2, **fields: Any) -> tuple[float, int]:
+        """The same, and how many of ``ids`` the server says it had from before. ``fields``: more of the body."""
         if self._streams is None:
             self._streams = await asyncio.open_connection(self._host, self._port)
         reader, writer = self._streams
-        body = json.dumps(_body(ids, max_tokens=max_tokens, stream=True)).encode()
+        body = json.dumps({**_body(ids, max_tokens=max_tokens, stream=True), **fields}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
         began = time.perf_counter()
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)

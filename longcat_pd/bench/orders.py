@@ -30,7 +30,7 @@ class Setup:
 class Order:
     """Prefill ``batch`` prompts of ``length`` ids in one plan; then decode until each has ``num_tokens`` more on average.
 
-    Measured are the decode steps, or the prompts where ``num_tokens`` is 0.
+    Measured are the decode steps, or the prompts where ``num_tokens`` is 0. ``grammar``: what all answers are bound to.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Order:
     length: int
     num_tokens: int
     seed: int
+    grammar: str = ""
 
     @classmethod
     def from_json(cls, line: str) -> Order:

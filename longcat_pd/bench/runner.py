@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from longcat_pd import log
 from longcat_pd.bench.client import prompt
@@ -41,7 +42,7 @@ class Bench:
         slots = range(order.batch)
         prompts = [prompt(order.length, seed=order.seed * 1000 + slot) for slot in slots]
         whole = tuple(Segment(slot=slot, start=0, num_tokens=order.length, is_last=True) for slot in slots)
-        admit = tuple(self._admit(slot, ids) for slot, ids in enumerate(prompts))
+        admit = tuple(self._admit(slot, ids, order.grammar) for slot, ids in enumerate(prompts))
         took, _ = self._execute(StepPlan(step_id=0, phase="prefill", admit=admit, segments=whole))
         found = Took(step_s=took, seconds=took, steps=1, tokens=order.batch)
         if order.num_tokens:
@@ -69,7 +70,7 @@ class Bench:
         output = self._runner.execute(numbered)
         return time.perf_counter() - began, output
 
-    def _admit(self, slot: int, ids: Sequence[int]) -> Admit:
+    def _admit(self, slot: int, ids: Sequence[int], grammar: str) -> Admit:
         """Each slot has room for the longest sequence, and always the same blocks."""
         room = -(-(self._engine.max_model_len + self._engine.num_draft_tokens) // self._engine.block_size)
         return Admit(
@@ -80,7 +81,7 @@ class Bench:
             num_computed=0,
             blocks=pack(range(1 + slot * room, 1 + (slot + 1) * room)),
             split_start=0,
-            sampling=_GREEDY,
+            sampling=replace(_GREEDY, grammar=grammar),
         )
 
 
