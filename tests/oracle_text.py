@@ -1,7 +1,7 @@
 """What the message of an answer is, by definition: read off the whole text at once, slowly.
 
-An independent twin of the incremental readers of ``longcat_pd/server``: it shares no code with them, sees the text only when
-it is complete, searches, splits and descends where they hold back and step. What it does not need: to be fast, to be early.
+An independent twin of the incremental readers of ``longcat_pd/server``: it shares no code with them, sees the text only
+when it is complete, searches, splits and descends where they hold back and step. It need be neither fast nor early.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Call:
 
 @dataclass(kw_only=True)
 class Message:
-    """``num_tokens`` of those that were generated are counted; ``ends``: characters of raw text behind each."""
+    """``num_tokens`` of those that were generated are counted; ``offsets``: characters of raw text before each."""
 
     content: str = ""
     reasoning: str = ""
@@ -51,7 +51,7 @@ class Message:
     matched_stop: str | int | None = None
     num_tokens: int = 0
     num_reasoning_tokens: int = 0
-    ends: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
 
 
 def answer(tokens: Sequence[tuple[int, bytes]], finish: str, stop_token: int | None, rules: Rules) -> Message:
@@ -79,14 +79,16 @@ def answer(tokens: Sequence[tuple[int, bytes]], finish: str, stop_token: int | N
         message.content, message.calls, message.num_complete = reading.content(), reading.calls, reading.num_complete
         if reading.done_at is not None:
             message.finish_reason, message.matched_stop = "tool_calls", None
-            seen = (num for num in range(1, len(texts)) if _released(texts[num], start, rules.stops) >= offset + reading.done_at)
+            seen = (
+                num for num in range(1, len(texts)) if _released(texts[num], start, rules.stops) >= offset + reading.done_at
+            )
             message.num_tokens = min(message.num_tokens, next(seen, len(tokens)))
         elif reading.num_complete and message.finish_reason == "stop" and message.matched_stop is None:
             message.finish_reason = "tool_calls"
     if closed is not None:
         message.num_reasoning_tokens = token_at(closed) if closed else 0
     message.num_reasoning_tokens = message.num_tokens if closed == -1 else message.num_reasoning_tokens
-    message.ends = ends[: message.num_tokens]
+    message.offsets = ends[: message.num_tokens]
     return message
 
 
@@ -104,7 +106,9 @@ def _released(text: str, start: int, stops: Sequence[str]) -> int:
     end, stop = _earliest(text, start, stops)
     if stop is not None or len(text) <= start:
         return end - len(stop or "")
-    return next(cut for cut in range(start, len(text) + 1) if cut == len(text) or any(s.startswith(text[cut:]) for s in stops))
+    return next(
+        cut for cut in range(start, len(text) + 1) if cut == len(text) or any(s.startswith(text[cut:]) for s in stops)
+    )
 
 
 def _split(text: str, rules: Rules) -> tuple[str, str, int | None]:
@@ -207,8 +211,8 @@ _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 class _JsonBlock:
     """One block in JSON style by recursive descent.
 
-    ``state``: closed (with its tag), whole (only the tag is missing, the text is over), open (the text is over), bad. ``end``:
-    where the block ends; what stands there is ordinary text again. Nothing behind the object's brace is lost.
+    ``state``: closed (with its tag), whole (only the tag is missing, the text is over), open (the text is over), bad.
+    ``end``: where the block ends; what stands there is ordinary text again. Nothing behind the object's brace is lost.
     """
 
     def __init__(self, text: str) -> None:

@@ -47,7 +47,18 @@ WORDS = [
     *("Hello", " ", "\n", "\n\n", " \n ", "a<b", "</", "<", ">", "\x00", "é", "e\u0301", "你好", "龘", "👩‍👩‍👧", "😀"),
     *("\ufffd", "\u2028", "\x85", "{", "}", '"', "END", "EN", "aab", "ab", "null", "\ud7ff", "\ue000", "\U0010ffff"),
 ]
-BROKEN = [b"\x80", b"\xbf\xbf", b"\xe4", b"\xe4\xbd", b"\xf0\x9f", b"\xf0\x9f\x98", b"\xff", b"\xc0\xaf", b"\xed\xa0\x80", b"\xf5"]
+BROKEN = [
+    b"\x80",
+    b"\xbf\xbf",
+    b"\xe4",
+    b"\xe4\xbd",
+    b"\xf0\x9f",
+    b"\xf0\x9f\x98",
+    b"\xff",
+    b"\xc0\xaf",
+    b"\xed\xa0\x80",
+    b"\xf5",
+]
 
 words = st.sampled_from(WORDS)
 
@@ -78,7 +89,19 @@ values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(words, inner, max_size=2), max_leaves=4
 )
 names = st.sampled_from(["f", "f", "g", "bare", "unknown", "", "two words", "名", 'q"', "f\n", "\ud800"])
-RAW_JSON = ['{"s": "a\nb\t"}', '{"s": "\\u4f60\\ud83d"}', '{"x":1,}', '{"x": 01}', "[]", "null", '"text"', "7", "{}", "{ }", "nul"]
+RAW_JSON = [
+    '{"s": "a\nb\t"}',
+    '{"s": "\\u4f60\\ud83d"}',
+    '{"x":1,}',
+    '{"x": 01}',
+    "[]",
+    "null",
+    '"text"',
+    "7",
+    "{}",
+    "{ }",
+    "nul",
+]
 
 
 @st.composite
@@ -94,7 +117,9 @@ def json_call(draw: st.DrawFn) -> str:
     )
     spelling = draw(st.sampled_from(["arguments", "arguments", "parameters", "arg\\u0075ments"]))
     members = [f'"name": {name}', f'"{spelling}": {arguments}']
-    members += draw(st.sampled_from([[], [], [], ['"id": 7'], ['"name": "h"'], ['"arguments": {"y": 2}'], ['"more": {"a": [1, "]"]}']]))
+    members += draw(
+        st.sampled_from([[], [], [], ['"id": 7'], ['"name": "h"'], ['"arguments": {"y": 2}'], ['"more": {"a": [1, "]"]}']])
+    )
     members = draw(st.permutations(members)) if draw(st.booleans()) else members
     members = members[:1] if draw(st.integers(0, 5)) == 0 else members
     border = draw(st.sampled_from(["\n", "", " \r\n"]))
@@ -102,9 +127,52 @@ def json_call(draw: st.DrawFn) -> str:
 
 
 RAW_VALUES = [
-    *("1", "07", "true", "True", "None", "null", "nan", "NaN", "1e999", "0x10", "1_000", "-0", "9" * 30, "text it is", "", " padded\n"),
-    *("{'k': 1}", '{"k": [1, 2]}', "(1, 'a')", "{1, 2}", "b'x'", "'a' 'b'", "'\\ud800'", '"\\ud800"', "'\\ud83d\\ude00'", '"\\q"'),
-    *("[1, 2", "[1, 2]", '"quoted"', "<b>", "...", "{1: 2}", "1 # x", "\x00", "名", "'\\N{DASH}'", "1e5", "1.0", "2", "a\u2028b"),
+    *(
+        "1",
+        "07",
+        "true",
+        "True",
+        "None",
+        "null",
+        "nan",
+        "NaN",
+        "1e999",
+        "0x10",
+        "1_000",
+        "-0",
+        "9" * 30,
+        "text it is",
+        "",
+        " padded\n",
+    ),
+    *(
+        "{'k': 1}",
+        '{"k": [1, 2]}',
+        "(1, 'a')",
+        "{1, 2}",
+        "b'x'",
+        "'a' 'b'",
+        "'\\ud800'",
+        '"\\ud800"',
+        "'\\ud83d\\ude00'",
+        '"\\q"',
+    ),
+    *(
+        "[1, 2",
+        "[1, 2]",
+        '"quoted"',
+        "<b>",
+        "...",
+        "{1: 2}",
+        "1 # x",
+        "\x00",
+        "名",
+        "'\\N{DASH}'",
+        "1e5",
+        "1.0",
+        "2",
+        "a\u2028b",
+    ),
 ]
 
 
@@ -119,29 +187,57 @@ def xml_call(draw: st.DrawFn) -> str:
     return draw(damaged(f"{TOOL_CALL}{head}{draw(st.sampled_from(['', chr(10)]))}{pairs}{END_OF_CALL}"))
 
 
-json_in_xml = json_call()
-reasoning = st.sampled_from([f"why\n{THINK_CLOSE}\n", f"\n{THINK_CLOSE}", f"<longcat_think>\nwhy{THINK_CLOSE}\n\n", THINK_CLOSE])
-pieces = st.one_of(
-    words, words, st.text(max_size=3), part_of_a_marker(), st.sampled_from(MARKERS), json_call(), xml_call(), json_call(), xml_call()
-).map(lambda text: text.encode("utf-8", "ignore")) | st.sampled_from(BROKEN)
+reasoning = st.sampled_from(
+    [f"why\n{THINK_CLOSE}\n", f"\n{THINK_CLOSE}", f"<longcat_think>\nwhy{THINK_CLOSE}\n\n", THINK_CLOSE]
+)
+calls = {None: json_call() | xml_call(), "longcat": json_call(), "longcat_xml": xml_call() | xml_call() | json_call()}
+scraps = st.one_of(words, words, words, st.text(max_size=3), part_of_a_marker(), st.sampled_from(MARKERS))
 
 
 @st.composite
-def raw_answers(draw: st.DrawFn) -> bytes:
-    """The bytes that a model generates."""
-    begin = draw(st.one_of(st.just(""), reasoning)).encode()
-    return begin + b"".join(draw(st.lists(pieces, max_size=7)))
+def raw_answers(draw: st.DrawFn, style: str | None) -> bytes:
+    """The bytes that a model generates, which mostly writes its calls in this style."""
+    text = draw(st.one_of(st.just(""), reasoning))
+    data = text.encode()
+    for kind in draw(st.lists(st.sampled_from("ccccssssob"), min_size=1, max_size=7)):
+        if kind == "b":
+            data += draw(st.sampled_from(BROKEN))
+        else:
+            piece = draw({"c": calls[style], "s": scraps, "o": calls[None]}[kind])
+            data += piece.encode("utf-8", "ignore")
+    return data
 
 
-STOPS = ["END", "EN", "\n\n", "\n", "aab", "ab", "b", ">", "l>", "think>", THINK_CLOSE, TOOL_CALL, END_OF_CALL, ">\n", "}", '"', "好", "‍", "<"]
+STOPS = [
+    "END",
+    "EN",
+    "\n\n",
+    "\n",
+    "aab",
+    "ab",
+    "b",
+    ">",
+    "l>",
+    "think>",
+    THINK_CLOSE,
+    TOOL_CALL,
+    END_OF_CALL,
+    ">\n",
+    "}",
+    '"',
+    "好",
+    "‍",
+    "<",
+]
 
 
 @st.composite
 def stop_strings(draw: st.DrawFn, raw: bytes) -> tuple[str, ...]:
     """Of those that occur in texts, and of pieces of this one."""
-    stops = draw(st.lists(st.sampled_from(STOPS), max_size=2))
+    kind = draw(st.sampled_from(["", "", "list", "own", "both"]))
+    stops = draw(st.lists(st.sampled_from(STOPS), max_size=2)) if kind in ("list", "both") else []
     text = raw.decode("utf-8", "ignore")
-    if text and draw(st.booleans()):
+    if text and kind in ("own", "both"):
         place = draw(st.integers(0, len(text) - 1))
         stops.append(text[place : place + draw(st.integers(1, 12))])
     return tuple(stops)

@@ -127,9 +127,10 @@ class ChoiceText:
 
     def _end(self, finish: FinishReason, stop_token: int | None, deltas: list[dict[str, Any]]) -> None:
         self._parse(self._stops.flush(), deltas)
+        is_done = self._tools is not None and self._tools.is_done
         self._close(deltas, was_cut=finish is FinishReason.LENGTH)
         has_ended_itself = finish is FinishReason.STOP and stop_token is None
-        if self._tools is not None and (self._tools.is_done or (self._tools.num_complete and has_ended_itself)):
+        if is_done or (has_ended_itself and self._tools is not None and self._tools.num_complete):
             self._finish = ("tool_calls", None)
         else:
             self._finish = (finish.value, stop_token)

@@ -39,6 +39,7 @@ class JsonCall:
 
     def __init__(self) -> None:
         self._raw: list[str] = []
+        self._end = 0  # of the object in it
         self.name: str | None = None
         self.is_complete = False
         self._next = _Next.OBJECT
@@ -61,9 +62,9 @@ class JsonCall:
         return self._next is _Next.CLOSING_TAG
 
     @property
-    def tail(self) -> str:
-        """The part of the closing tag that has come."""
-        return "".join(self._token) if self.is_whole else ""
+    def behind(self) -> str:
+        """What was read behind the object's last brace: white space and the part of the closing tag that has come."""
+        return "".join(self._raw[self._end :]) if self.is_whole else ""
 
     def take_arguments(self) -> str:
         """The arguments' text since the last call."""
@@ -101,7 +102,7 @@ class JsonCall:
     def _closing_tag(self, character: str) -> bool:
         if not self._token and character in _SPACE:
             return True
-        tag = self.tail + character
+        tag = "".join(self._token) + character
         if not CALL_CLOSE.startswith(tag):
             return False
         self._token.append(character)
@@ -133,8 +134,9 @@ class JsonCall:
         if self._next is _Next.COLON:
             self._key = text
         elif self._key == "name" and self.name is None:
+            if not text or any("\ud800" <= character <= "\udfff" for character in text):
+                return False
             self.name = text
-            return bool(text) and not any("\ud800" <= character <= "\udfff" for character in text)
         return True
 
     def _end_literal(self) -> bool:
@@ -189,7 +191,8 @@ class JsonCall:
         self._next = _Next.COMMA_OR_END
         if len(self._stack) == 1:
             self._in_arguments = False
-        if not self._stack:
-            self._next = _Next.CLOSING_TAG
-            return self.name is not None
-        return True
+        if self._stack:
+            return True
+        if self.name is not None:
+            self._next, self._end = _Next.CLOSING_TAG, len(self._raw) + 1
+        return self.is_whole

@@ -60,7 +60,7 @@ class ToolCallParser:
         self._call: JsonCall | None = None
         self._is_in_block = False
         self._has_begun = False  # whether anything of the open block has been passed on
-        self._space: str | None = None  # white space behind a call, dropped if nothing but a call or the end follows
+        self._space: str | None = None  # white space behind a call, dropped if only a call that begins or the end follows
         self._num_calls = 0
         self.num_complete = 0
 
@@ -86,11 +86,13 @@ class ToolCallParser:
         if self._call is not None:
             self._finish_json(self._call, events)
         elif self._is_in_block:
-            call = None if was_cut else read_block(rest, self._schemas)
+            end = len(rest) - open_tail(rest, (CALL_CLOSE,))
+            call = None if was_cut else read_block(rest[:end], self._schemas)
             if call is None:
                 self._content(CALL_OPEN + rest, events)
             else:
                 self._whole_call(*call, events)
+                self._content(rest[end:], events)
         else:
             self._content(rest, events)
         return events
@@ -126,10 +128,11 @@ class ToolCallParser:
         for place, character in enumerate(self._buffer):
             if not call.push(character):
                 self._pass_on(call, events)
-                self._buffer = self._buffer[place:]
+                # what came behind the object's brace may be the beginning of something else
+                self._buffer = call.behind + self._buffer[place:]
                 self._end_block()
                 if not self._has_begun:
-                    self._content(CALL_OPEN + call.raw, events)
+                    self._content(CALL_OPEN + call.raw.removesuffix(call.behind), events)
                 return True
             if call.is_complete:
                 self._buffer = self._buffer[place + 1 :]
@@ -153,6 +156,7 @@ class ToolCallParser:
         events.append(CallBegan(self._num_calls, name))
         self._num_calls += 1
         self._has_begun = True
+        self._space = ""
 
     def _close_json(self, call: JsonCall, events: list[Event]) -> None:
         self._pass_on(call, events)
@@ -164,9 +168,9 @@ class ToolCallParser:
     def _finish_json(self, call: JsonCall, events: list[Event]) -> None:
         self._pass_on(call, events)
         if call.is_whole:
-            tail = call.tail
+            behind = call.behind
             self._close_json(call, events)
-            self._content(tail, events)
+            self._content(behind, events)
         elif not self._has_begun:
             self._content(CALL_OPEN + call.raw, events)
 
@@ -191,7 +195,6 @@ class ToolCallParser:
     def _complete(self) -> None:
         self._end_block()
         self.num_complete += 1
-        self._space = ""
 
     def _end_block(self) -> None:
         self._is_in_block, self._call = False, None

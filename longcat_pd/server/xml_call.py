@@ -16,7 +16,8 @@ from typing import Any
 from longcat_pd.server.fields import kind_of, parse_json
 from longcat_pd.server.markup import KEY_CLOSE, KEY_OPEN, VALUE_CLOSE, VALUE_OPEN
 
-_PAIR = re.compile(f"\\s*{KEY_OPEN}(.*?){KEY_CLOSE}\\s*{VALUE_OPEN}(.*?){VALUE_CLOSE}\\s*", re.DOTALL)
+_KEY = f"{KEY_OPEN}((?:(?!{KEY_CLOSE}).)*){KEY_CLOSE}"
+_PAIR = re.compile(f"\\s*{_KEY}\\s*{VALUE_OPEN}(.*?){VALUE_CLOSE}\\s*", re.DOTALL)
 _NAME = re.compile(r"[^\s<>{}]+")
 _LONGEST_LITERAL = 4096  # characters; Python's own parser can be driven out of its stack by longer ones
 
@@ -58,8 +59,9 @@ def _read_json(text: str) -> tuple[str, str] | None:
         call = parse_json(text)
     except ValueError:
         return None
-    name = call.get("name")
-    arguments = call.get("arguments", call.get("parameters"))
+    name, arguments = call.get("name"), call.get("arguments")
+    if arguments is None:
+        arguments = call.get("parameters")
     if not isinstance(name, str) or not name or not isinstance(arguments, (dict, type(None))):
         return None
     return name, _to_text(arguments or {})
@@ -86,7 +88,7 @@ def _python_literal(text: str) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about escapes in the model's text
             value = ast.literal_eval(text)
-        value = parse_json(_to_text(value))  # only what JSON can say, in JSON's own types
+        value = parse_json(json.dumps(value, allow_nan=False))  # only what JSON can say, in JSON's own types
     except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
         raise ValueError(str(error)) from None
     return value
