@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -407,7 +408,9 @@ class _Unreadable:
 def _read(text: str, read: Callable[[str], object]) -> object:
     """What JSON can say of it, or an ``_Unreadable``."""
     try:
-        value: object = json.loads(json.dumps(read(text), allow_nan=False))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about escapes
+            value: object = json.loads(json.dumps(read(text), allow_nan=False))
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return _Unreadable()

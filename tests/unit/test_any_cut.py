@@ -56,14 +56,12 @@ def examples(draw: st.DrawFn, *, plain: bool = False) -> Example:
     tokens = [(100 + place, part) for place, part in enumerate(parts)]
     ending = draw(st.sampled_from(["eos", "eos", "length", "stop token"]))
     stop_token = None
-    if ending == "stop token" and tokens:
-        tokens = tokens[: draw(st.integers(1, len(tokens)))]
-        stop_token = tokens[-1][0]
-    elif ending == "length" and tokens:
-        tokens = tokens[: draw(st.integers(1, len(tokens)))]
-    else:
+    if ending == "eos" or not tokens:
         ending = "eos"
         tokens.append((EOS, b""))
+    else:
+        tokens = tokens[: draw(st.integers(1, len(tokens)) | st.just(len(tokens)))]
+        stop_token = tokens[-1][0] if ending == "stop token" else None
     rules = Rules(
         stops=draw(stop_strings(raw)),
         num_exempt=draw(st.sampled_from([0, 0, 0, 1, 5])),
@@ -71,7 +69,7 @@ def examples(draw: st.DrawFn, *, plain: bool = False) -> Example:
         keeps_markup=draw(st.booleans()),
         style=style,
         kinds=kinds,
-        only_one=draw(st.booleans()),
+        only_one=draw(st.sampled_from([False, False, True])),
     )
     finish = FinishReason.LENGTH if ending == "length" else FinishReason.STOP
     return Example(tokens, finish, stop_token, rules, draw(st.lists(st.integers(1, 6), min_size=1, max_size=5)))
@@ -115,7 +113,7 @@ def is_json(text: str) -> bool:
 
 @few_or_many
 def test_a_choice_is_what_the_definition_says_however_it_is_cut(share: int) -> None:
-    holds(examples(), is_as_defined, 350 * share)
+    holds(examples(), is_as_defined, 500 * share)
 
 
 @few_or_many
@@ -132,7 +130,7 @@ def test_only_what_a_stop_string_may_take_back_is_held(share: int) -> None:
             tails = (cut for cut in range(len(text)) if any(stop.startswith(text[cut:]) for stop in plain.rules.stops))
             assert sent == text[: next(tails, len(text))]
 
-    holds(examples(plain=True), all_else_has_left, 150 * share)
+    holds(examples(plain=True), all_else_has_left, 80 * share)
 
 
 @few_or_many
@@ -272,7 +270,7 @@ class Faces:
             ids += encoded
         for place in asked.silent:
             ids.insert(min(place, len(ids)), EOS if asked.body["ignore_eos"] else BOS)
-        return ids if asked.ends_in_nothing else [*ids, EOS]
+        return ids if ids and asked.ends_in_nothing else [*ids, EOS]
 
     def close(self) -> None:
         for client in self.clients:
