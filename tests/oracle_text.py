@@ -27,6 +27,7 @@ class Rules:
 
     stops: tuple[str, ...] = ()
     num_exempt: int = 0  # tokens at the beginning in which no stop string is looked for
+    keeps_stop: bool = False  # what matched, a token too, is part of the text
     prompt_end: str | None = None  # None: reasoning is not looked for
     keeps_markup: bool = False
     style: str | None = None  # None: calls are not looked for
@@ -58,7 +59,7 @@ class Message:
 def answer(tokens: Sequence[tuple[int, bytes]], finish: str, stop_token: int | None, rules: Rules) -> Message:
     """The message of tokens (id, and what each adds to the raw bytes) that the engine ended as it says."""
     parts = [data for _, data in tokens]
-    if stop_token is not None:
+    if stop_token is not None and not rules.keeps_stop:
         parts[-1] = b""
     texts = [b"".join(parts[:num]).decode("utf-8", "ignore") for num in range(len(parts) + 1)]
     ends = [len(text) for text in texts]
@@ -67,8 +68,8 @@ def answer(tokens: Sequence[tuple[int, bytes]], finish: str, stop_token: int | N
         return next(num for num in range(1, len(texts)) if ends[num] >= place)
 
     start = ends[min(rules.num_exempt, len(parts))]
-    end, stop = _earliest(texts[-1], start, rules.stops)
-    text = texts[-1] if stop is None else texts[-1][: end - len(stop)]
+    end, stop = _earliest(texts[-2] if stop_token is not None else texts[-1], start, rules.stops)
+    text = texts[-1] if stop is None else texts[-1][: end - (0 if rules.keeps_stop else len(stop))]
     message = Message(finish_reason=finish, matched_stop=stop_token, num_tokens=len(tokens))
     if stop is not None:
         message.finish_reason, message.matched_stop, message.num_tokens = "stop", stop, token_at(end)
@@ -80,9 +81,7 @@ def answer(tokens: Sequence[tuple[int, bytes]], finish: str, stop_token: int | N
         message.content, message.calls, message.num_complete = reading.content(), reading.calls, reading.num_complete
         if reading.done_at is not None:
             message.finish_reason, message.matched_stop = "tool_calls", None
-            seen = (
-                num for num in range(1, len(texts)) if _released(texts[num], start, rules.stops) >= offset + reading.done_at
-            )
+            seen = (num for num in range(1, len(texts)) if _released(texts[num], start, rules) >= offset + reading.done_at)
             message.num_tokens = min(message.num_tokens, next(seen, len(tokens)))
         elif reading.num_complete and message.finish_reason == "stop" and message.matched_stop is None:
             message.finish_reason = "tool_calls"
@@ -102,9 +101,12 @@ def _earliest(text: str, start: int, stops: Sequence[str]) -> tuple[int, str | N
     return len(text), None
 
 
-def _released(text: str, start: int, stops: Sequence[str]) -> int:
+def _released(text: str, start: int, rules: Rules) -> int:
     """Characters of a text that is not over which no stop string can take back."""
+    stops = rules.stops
     end, stop = _earliest(text, start, stops)
+    if rules.keeps_stop:
+        return end
     if stop is not None or len(text) <= start:
         return end - len(stop or "")
     return next(

@@ -65,8 +65,10 @@ def part_of_a_marker(draw: st.DrawFn) -> str:
 
 @st.composite
 def damaged(draw: st.DrawFn, text: str) -> str:
-    """The text with something gone, something put in, or its end cut off."""
-    kind = draw(st.sampled_from(["gone", "in", "cut"]))
+    """The text with something gone, something put in, its end cut off, or its closing tag not closed."""
+    kind = draw(st.sampled_from(["gone", "in", "cut", "tag"]))
+    if kind == "tag":
+        return text.removesuffix(END_OF_CALL) + END_OF_CALL[: draw(st.sampled_from([0, 0, 1, 5, 18]))]
     place = draw(st.integers(0, max(len(text) - 1, 0)))
     if kind == "gone":
         return text[:place] + text[place + draw(st.integers(1, 3)) :]
