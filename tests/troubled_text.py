@@ -66,7 +66,7 @@ def part_of_a_marker(draw: st.DrawFn) -> str:
 @st.composite
 def damaged(draw: st.DrawFn, text: str) -> str:
     """The text with something gone, something put in, its end cut off, or its closing tag not closed."""
-    kind = draw(st.sampled_from(["gone", "in", "cut", "tag"]))
+    kind = draw(st.sampled_from(["gone", "in", "cut", "tag", "tag"]))
     if kind == "tag":
         return text.removesuffix(END_OF_CALL) + END_OF_CALL[: draw(st.sampled_from([0, 0, 1, 5, 18]))]
     place = draw(st.integers(0, max(len(text) - 1, 0)))
@@ -153,7 +153,7 @@ scraps = st.one_of(words, words, words, st.text(max_size=3), part_of_a_marker(),
 def raw_answers(draw: st.DrawFn, style: str | None) -> bytes:
     """The bytes that a model generates, which mostly writes its calls in this style; the last may lack its end."""
     data = draw(st.one_of(st.just(""), reasoning)).encode()
-    for kind in draw(st.lists(st.sampled_from("ccccddsssob"), min_size=1, max_size=6)):
+    for kind in draw(st.lists(st.sampled_from("cccdddsssob"), min_size=1, max_size=6)):
         if kind == "b":
             data += draw(st.sampled_from(BROKEN))
             continue
@@ -177,7 +177,7 @@ def stop_strings(draw: st.DrawFn, raw: bytes) -> tuple[str, ...]:
     kind = draw(st.sampled_from(["", "", "list", "own", "both"]))
     stops = draw(st.lists(st.sampled_from(STOPS), max_size=2)) if kind in ("list", "both") else []
     text = raw.decode("utf-8", "ignore")
-    if text and kind in ("own", "both"):
+    for _ in range(draw(st.integers(1, 2)) if text and kind in ("own", "both") else 0):
         place = draw(st.integers(0, len(text) - 1))
-        stops.append(text[place : place + draw(st.integers(1, 12))])
+        stops.insert(0, text[place : place + draw(st.integers(1, 12))])
     return tuple(stops)
