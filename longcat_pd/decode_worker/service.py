@@ -74,6 +74,7 @@ class DecodeService:
                 self._engine.announce(seq, self._arrival(seq, transfer))
                 transfer.grant(self._grant(seq, transfer))
                 self._engine.stamp(seq, Event.GRANTED)
+                request.on_room()
                 commit = await self._arrived(seq, transfer)
                 transfer.acknowledge()
             first = TokenOutput(commit.token_id, commit.logprob, commit.top)

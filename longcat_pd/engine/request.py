@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
@@ -141,15 +141,25 @@ def num_cached(lives: Iterable[Life]) -> int:
     return min((life.num_cached_tokens for life in lives if life.num_cached_tokens is not None), default=0)
 
 
+def _nobody_waits() -> None:
+    """Nothing to do when there is room."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One choice of one client request. Prompt not empty; prompt + max_tokens <= max_model_len (the face checks)."""
+    """One choice of one client request. Prompt not empty; prompt + max_tokens <= max_model_len (the face checks).
+
+    ``priority``: of those that wait, the lowest goes first. ``on_room``: called by a service once the request has all the
+    room that it needs, at the other instance too; the face sends the next choice of the same body then.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     deadline: float  # on the instance's clock
     transfer: TransferRef | None = None
+    priority: int = 0
+    on_room: Callable[[], None] = field(default=_nobody_waits, compare=False, repr=False)
     life: Life = field(default_factory=Life, compare=False, repr=False)
 
 

@@ -1,13 +1,14 @@
 """The memory of an instance and the line for it: slots and blocks of every group, and the quarantine of unfinished pushes.
 
-Admission takes the worst case of a sequence from every shard of a group at once, first come first served, so nothing that
-runs is ever interrupted and a large sequence is not overtaken by small ones. Who is in front goes to the group that has the
-most room beside it, and stays there. Pure; used by the scheduler only. Knows no plan.
+Admission takes the worst case of a sequence from every shard of a group at once: the lowest priority first, and of equals
+who came first. So nothing that runs is ever interrupted, and a large sequence is not overtaken by small ones that should
+not go before it. Who is in front goes to the group that has the most room beside it, and stays there. Pure; used by the
+scheduler only. Knows no plan.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass, field
 
 from longcat_pd.config.schema import EngineConfig
@@ -101,7 +102,7 @@ class Room:
             for group in range(num_groups)
         ]
         self.prefixes = Prefixes([group.pool for group in self._groups], config)
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: list[Sequence] = []  # in the order in which they get room
         self._pushes: dict[str, _OpenPush] = {}
 
     def enqueue(self, request: Request, num_tokens: int) -> Sequence:
@@ -118,7 +119,7 @@ class Room:
         if len(self._waiting) >= self._config.max_queued_requests:
             raise self.overloaded(f"{len(self._waiting)} requests are waiting already")
         self.prefixes.name(seq)
-        self._waiting.append(seq)
+        insort(self._waiting, seq, key=lambda waiting: waiting.request.priority)  # behind its equals
         return seq
 
     def overloaded(self, message: str) -> Overloaded:
@@ -138,7 +139,7 @@ class Room:
             group = self._roomiest(seq, keys)
             if group is None:
                 break
-            self._waiting.popleft()
+            del self._waiting[0]
             seq.table = group.pool.allocate(seq.split, seq.num_blocks, BlockState.RESERVED, keys)
             seq.slot, seq.stage = group.free_slots.pop(), Stage.HELD
             group.held[seq.slot] = seq

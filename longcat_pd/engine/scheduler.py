@@ -197,7 +197,7 @@ class Scheduler:
     def _chunks(self) -> list[Segment]:
         budgets = [Budget(self._config, self._parallel) for _ in range(self._parallel.dp_size)]
         segments = []
-        for seq in self._prefilling.values():
+        for seq in self._in_order():
             budget = budgets[seq.group]  # who has to wait is not overtaken in its group
             if not budget or (not seq.is_admitted and not self.room.prefixes.begin(seq)):
                 continue
@@ -209,6 +209,10 @@ class Scheduler:
             if not any(budgets):
                 break
         return segments
+
+    def _in_order(self) -> list[Sequence]:
+        """Those with prompt left to schedule: who has begun goes on, then the lowest priority, of equals who came first."""
+        return sorted(self._prefilling.values(), key=lambda seq: (not seq.is_admitted, seq.request.priority))
 
     def _make_plan(self, phase: Phase, segments: list[Segment], now: float) -> StepPlan:
         todo, self._todo = self._todo, _Todo()

@@ -58,6 +58,7 @@ class PrefillService:
             offer, peer = self._offer(request, request.transfer), request.transfer.peer
             async with self._offering.offer(offer, peer=peer, deadline=request.deadline) as transfer:
                 self._engine.stamp(seq, Event.GRANTED)
+                request.on_room()
                 first = await transfer.during(self._prefill(seq, transfer))
                 early = self._sent_early(transfer.id)
                 transfer.commit(_commit(transfer.id, first, seq))

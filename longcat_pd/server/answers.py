@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from longcat_pd.engine.request import Life, Request, num_cached
+from longcat_pd.engine.request import Request
 from longcat_pd.kv_transfer.hello import fingerprint
 from longcat_pd.kv_transfer.messages import Hello
 from longcat_pd.server.choice import CountedToken, Piece
 from longcat_pd.server.openai import Body, ChatBody
+from longcat_pd.server.tally import PromptTally
 
 _LOWEST = -9999.0  # stands for minus infinity, which JSON cannot say
 
@@ -24,17 +25,11 @@ ShowToken = Callable[[int], tuple[str, bytes | None]]
 
 @dataclass(kw_only=True)
 class Usage:
-    """Running totals of one answer: the prompt once, the choices added up."""
+    """Running totals of one answer: the prompts whose choices have begun once each, the choices added up."""
 
-    num_prompt: int = 0
+    prompts: PromptTally = field(default_factory=PromptTally)
     completions: dict[int, int] = field(default_factory=dict)
     reasoning: dict[int, int] = field(default_factory=dict)
-    lives: list[Life] = field(default_factory=list)
-
-    def begin(self, request: Request) -> None:
-        """The request of a choice is made."""
-        self.num_prompt = len(request.prompt_token_ids)
-        self.lives.append(request.life)
 
     def count(self, piece: Piece) -> None:
         """Take the running counts of a choice."""
@@ -48,12 +43,12 @@ class Usage:
 
     def record(self) -> dict[str, Any]:
         """The ``usage`` object."""
-        completion = self.num_completion
+        prompt, completion = self.prompts.num_tokens, self.num_completion
         return {
-            "prompt_tokens": self.num_prompt,
+            "prompt_tokens": prompt,
             "completion_tokens": completion,
-            "total_tokens": self.num_prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": num_cached(self.lives)},
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": self.prompts.num_cached},
             "completion_tokens_details": {"reasoning_tokens": sum(self.reasoning.values())},
         }
 
@@ -106,14 +101,14 @@ class AnswerForm:
         self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{request_id}"
         self._created = int(time.time())
         self._fingerprint = f"fp_{fingerprint(*computed_by)}"
-        self._prompt_token_ids: Sequence[int] = ()
-        self._has_begun = False
+        self._prompts: dict[int, Sequence[int]] = {}
+        self._told: set[int] = set()  # choices that the ids of their prompt have been sent with
         self.usage = Usage()
 
-    def begin(self, request: Request) -> None:
-        """The prompt is known; called for each choice."""
-        self._prompt_token_ids = request.prompt_token_ids
-        self.usage.begin(request)
+    def begin(self, index: int, request: Request) -> None:
+        """The prompt of a choice is known; called for each."""
+        self._prompts[index // self._body.n] = request.prompt_token_ids
+        self.usage.prompts.begin(index // self._body.n, request)
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
         """One chunk of a stream."""
@@ -131,9 +126,7 @@ class AnswerForm:
         if self._body.return_token_ids:
             choice["token_ids"] = [token.output.token_id for token in piece.tokens]
         chunk = self._head("chat.completion.chunk" if self._is_chat else "text_completion", [choice])
-        if self._body.return_token_ids and not self._has_begun:
-            chunk["prompt_token_ids"] = list(self._prompt_token_ids)
-        self._has_begun = True
+        self._tell_prompt(chunk, choice)
         if self._body.include_usage:
             chunk["usage"] = self.usage.record() if self._body.continuous_usage else None
         return chunk
@@ -145,15 +138,23 @@ class AnswerForm:
 
     def whole(self, pieces: Iterable[Piece]) -> dict[str, Any]:
         """The answer that is not streamed, from the pieces of all choices."""
-        parts = [_Parts() for _ in range(self._body.n)]
+        parts = [_Parts() for _ in range(self._body.num_choices)]
         for piece in pieces:
             self.usage.count(piece)
             parts[piece.index].add(piece)
         choices = [self._choice(index, part) for index, part in enumerate(parts)]
         answer = self._head("chat.completion" if self._is_chat else "text_completion", choices)
-        if self._body.return_token_ids:
-            answer["prompt_token_ids"] = list(self._prompt_token_ids)
+        for choice in choices:
+            self._tell_prompt(answer, choice)
         return {**answer, "usage": self.usage.record()}
+
+    def _tell_prompt(self, answer: dict[str, Any], choice: dict[str, Any]) -> None:
+        """The ids of the prompt, once: with the answer, or with each choice where there are several prompts."""
+        is_shared, index = self._body.num_prompts == 1, choice["index"]
+        if not self._body.return_token_ids or (0 if is_shared else index) in self._told:
+            return
+        self._told.add(0 if is_shared else index)
+        (answer if is_shared else choice)["prompt_token_ids"] = list(self._prompts[index // self._body.n])
 
     def _head(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

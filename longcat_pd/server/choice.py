@@ -94,9 +94,8 @@ class ChoiceText:
         deltas: list[dict[str, Any]] = []
         for place, token in enumerate(delta.tokens):
             is_last = place == len(delta.tokens) - 1
-            # the text of a stop token is cut, like that of a stop string
             is_stop = is_last and delta.matched_stop_token == token.token_id
-            self._read(token, "" if is_stop else self._decoder.push(token.token_id), deltas)
+            self._read(token, deltas, is_stop=is_stop)
             if self.is_finished:
                 break
         if delta.finish is not None and not self.is_finished:
@@ -113,11 +112,13 @@ class ChoiceText:
             return [self._piece({}, takes_tokens=False)]
         return [] if has_text or self.is_finished else [self._piece({"text": ""})]
 
-    def _read(self, token: TokenOutput, text: str, deltas: list[dict[str, Any]]) -> None:
+    def _read(self, token: TokenOutput, deltas: list[dict[str, Any]], *, is_stop: bool) -> None:
+        """The text of a stop token is cut or kept like a stop string, which is not looked for in it."""
+        text = "" if is_stop and not self._stops.keeps_match else self._decoder.push(token.token_id)
         start = self._ends[-1] if self._ends else 0
         self._ends.append(start + len(text))
         self._pending.append(CountedToken(token, start))
-        released, stop = self._stops.push(text)
+        released, stop = (self._stops.flush() + text, None) if is_stop else self._stops.push(text)
         self._parse(released, deltas)
         if self._tools is not None and self._tools.is_done:
             self._finish = ("tool_calls", None)

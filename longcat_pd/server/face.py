@@ -87,7 +87,7 @@ class Face:
         return {
             "object": "prefill",
             "transfer_id": call.transfer.id,
-            "prompt_tokens": record.num_prompt,
+            "prompt_tokens": record.prompts.num_tokens,
             "timings_ms": record.timings_ms,
         }
 

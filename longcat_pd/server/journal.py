@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from longcat_pd import log
-from longcat_pd.engine.request import Hop, Life, Request, num_cached
+from longcat_pd.engine.request import Hop
 from longcat_pd.errors import LongcatError
 from longcat_pd.metrics import RequestMetrics
 from longcat_pd.server.requests import Call
+from longcat_pd.server.tally import PromptTally
 
 _HOPS: tuple[Hop, ...] = get_args(Hop)
 _CUT_BY = {"deadline_exceeded": "deadline", "draining": "drain"}
@@ -27,33 +28,22 @@ class Record:
     """One body as it goes; written by the face. ``left_at``: when its requests began to be closed."""
 
     started: float
-    num_prompt: int = 0
     num_output: int = 0
     finish: str = "engine_fault"
     first_token: float | None = None
     left_at: float | None = None
-    lives: list[Life] = field(default_factory=list)
-
-    def begin(self, request: Request) -> None:
-        """The request of a choice is made."""
-        self.num_prompt = len(request.prompt_token_ids)
-        self.lives.append(request.life)
-
-    @property
-    def num_cached(self) -> int:
-        """Prompt tokens that were not computed."""
-        return num_cached(self.lives)
+    prompts: PromptTally = field(default_factory=PromptTally)
 
     @property
     def hop(self) -> Hop:
         """Of the choice that has come furthest."""
-        return max((life.hop for life in self.lives), key=_HOPS.index, default="queued")
+        return max((life.hop for life in self.prompts.lives), key=_HOPS.index, default="queued")
 
     @property
     def timings_ms(self) -> dict[str, float]:
         """Of each span the longest among the choices."""
         timings: dict[str, float] = {}
-        for life in self.lives:
+        for life in self.prompts.lives:
             for name, value in life.timings_ms().items():
                 timings[name] = max(value, timings.get(name, 0.0))
         return timings
@@ -110,8 +100,8 @@ class Journal:
         self._log.info(
             "request_finished",
             **_which(call),
-            prompt=record.num_prompt,
-            cached=record.num_cached,
+            prompt=record.prompts.num_tokens,
+            cached=record.prompts.num_cached,
             output=record.num_output,
             finish=record.finish,
             ttft_ms=None if first is None else round(1000 * first, 3),
@@ -120,8 +110,8 @@ class Journal:
         )
         if self._metrics is None:
             return
-        self._metrics.prompt_tokens_total.inc(record.num_prompt)
-        self._metrics.cached_tokens_total.inc(record.num_cached)
+        self._metrics.prompt_tokens_total.inc(record.prompts.num_tokens)
+        self._metrics.cached_tokens_total.inc(record.prompts.num_cached)
         self._metrics.output_tokens_total.inc(record.num_output)
         self._metrics.request_seconds.observe(seconds)
         if first is not None:

@@ -14,14 +14,16 @@ from typing import Any, Literal
 from longcat_pd.engine.request import MAX_BIAS
 from longcat_pd.errors import InvalidRequest, NotFound
 from longcat_pd.server.conversation import read_messages, read_tools
-from longcat_pd.server.fields import Fields, as_integer, out_of_range, parse_json, shown, unsupported, wrong_type
+from longcat_pd.server.fields import Fields, out_of_range, parse_json, shown, unsupported, wrong_type
+from longcat_pd.server.prompts import Prompt, read_prompts, token_id_of
 
 ChatRoute = Literal["/v1/chat/completions"]
 CompletionsRoute = Literal["/v1/completions"]
 CHAT_ROUTE: ChatRoute = "/v1/chat/completions"
 COMPLETIONS_ROUTE: CompletionsRoute = "/v1/completions"
 
-MAX_CHOICES = 8
+MAX_N = 8
+MAX_PRIORITY = 100
 MAX_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16
 _SEED = 2**63
@@ -80,6 +82,18 @@ class Common:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    include_stop: bool = False  # what stopped an answer stays in its text
+    priority: int = 0
+
+    @property
+    def num_prompts(self) -> int:
+        """Each has ``n`` choices."""
+        return 1
+
+    @property
+    def num_choices(self) -> int:
+        """Choice i of prompt p has the index p * n + i."""
+        return self.num_prompts * self.n
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +110,15 @@ class ChatBody(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionBody(Common):
-    """A checked completions body: a text, or token ids that are not yet compared with a vocabulary."""
+    """A checked completions body."""
 
     route: CompletionsRoute = COMPLETIONS_ROUTE
-    prompt: str | tuple[int, ...]
+    prompts: tuple[Prompt, ...]
+
+    @property
+    def num_prompts(self) -> int:
+        """One at least."""
+        return len(self.prompts)
 
 
 Body = ChatBody | CompletionBody
@@ -157,7 +176,8 @@ def read_completion(body: Fields, served_name: str) -> CompletionBody:
     """Check a completions body; as ``read_body``."""
     common = _common(body, served_name, max_tokens=DEFAULT_COMPLETION_TOKENS)
     _response_format(body, has_tools=False)
-    return CompletionBody(**common, num_logprobs=body.integer("logprobs", 0, MAX_LOGPROBS), prompt=_prompt(body))
+    num_logprobs = body.integer("logprobs", 0, MAX_LOGPROBS)
+    return CompletionBody(**common, num_logprobs=num_logprobs, prompts=read_prompts(body, common["n"]))
 
 
 READERS: dict[str, Callable[[Fields, str], Body]] = {CHAT_ROUTE: read_chat, COMPLETIONS_ROUTE: read_completion}
@@ -177,7 +197,7 @@ def _common(body: Fields, served_name: str, *, max_tokens: int | None = None) ->
     old, new = body.integer("max_tokens", 1), body.integer("max_completion_tokens", 1)
     given = old if new is None else new
     max_tokens = max_tokens if given is None else given
-    n = body.integer("n", 1, MAX_CHOICES)
+    n = body.integer("n", 1, MAX_N)
     top_k = body.integer("top_k", -1)
     common: dict[str, Any] = {
         "model": model,
@@ -200,8 +220,9 @@ def _common(body: Fields, served_name: str, *, max_tokens: int | None = None) ->
         "frequency_penalty": body.number("frequency_penalty", -2, 2) or 0.0,
         "repetition_penalty": body.number("repetition_penalty", 0, 2, above_low=True) or 1.0,
         "logit_bias": _logit_bias(body),
+        "include_stop": body.flag("include_stop_str_in_output") or False,
+        "priority": body.integer("priority", -MAX_PRIORITY, MAX_PRIORITY) or 0,
     }
-    _later(body)
     _refused(body, n or 1)
     return common
 
@@ -220,25 +241,7 @@ def _stop(body: Fields) -> tuple[str, ...]:
 
 def _stop_token_ids(body: Fields) -> tuple[int, ...]:
     ids = body.items("stop_token_ids", 64) or []
-    return tuple(_token_id(value, f"stop_token_ids[{i}]") for i, value in enumerate(ids))
-
-
-def _token_id(value: Any, path: str) -> int:
-    token_id = as_integer(value, path)
-    if token_id < 0:
-        raise out_of_range(path, value, "the vocabulary")
-    return token_id
-
-
-def _later(body: Fields) -> None:
-    """Fields whose effect is not built yet: checked like the others, then only the inert value passes."""
-    values: dict[str, Any] = {
-        "include_stop_str_in_output": body.flag("include_stop_str_in_output"),
-        "priority": body.integer("priority", -100, 100),
-    }
-    for name, value in values.items():
-        if value:
-            raise unsupported(name, body.get(name))
+    return tuple(token_id_of(value, f"stop_token_ids[{i}]") for i, value in enumerate(ids))
 
 
 def _logit_bias(body: Fields) -> tuple[tuple[int, float], ...]:
@@ -308,24 +311,3 @@ def _template_kwargs(body: Fields) -> dict[str, Any]:
         if given.get(name) not in (None, inert):
             raise unsupported(given.path(name), given.get(name))
     return {**kwargs, **{name: value for name, value in given.values.items() if value is not None}}
-
-
-def _prompt(body: Fields) -> str | tuple[int, ...]:
-    prompt, path = body.required("prompt"), "prompt"
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-        if len(prompt) > 1:
-            raise InvalidRequest(
-                f"prompt is a list of {len(prompt)} prompts; one prompt a request is supported",
-                code="unsupported_parameter",
-                param="prompt",
-            )
-        prompt, path = prompt[0], "prompt[0]"
-    if isinstance(prompt, str):
-        return prompt
-    if not isinstance(prompt, list):
-        raise wrong_type(path, "a string or an array of integers", prompt)
-    if not prompt:
-        raise InvalidRequest(f"{path} has no token", param=path)
-    if all(type(value) is int for value in prompt) and min(prompt) >= 0:  # long prompts: no path for each element
-        return tuple(prompt)
-    return tuple(_token_id(value, f"{path}[{i}]") for i, value in enumerate(prompt))

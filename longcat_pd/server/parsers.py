@@ -28,7 +28,9 @@ class Parsers:
 
     def choice(self, body: Body, prompt_token_ids: Sequence[int], index: int) -> ChoiceText:
         """The reader for one choice of a body."""
-        decoder, stops = self._text.decoder(), StopFinder(body.stop, body.min_tokens)  # a piece of text is that of a token
+        decoder = self._text.decoder()
+        # a piece of text is that of a token
+        stops = StopFinder(body.stop, num_exempt=body.min_tokens, keeps_match=body.include_stop)
         if not isinstance(body, ChatBody):
             return ChoiceText(index, decoder, stops=stops, content_field="text")
         splitter = None

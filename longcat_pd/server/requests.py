@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from longcat_pd.config.schema import EngineConfig, ModelSection
 from longcat_pd.engine.request import Request, SamplingParams, TransferRef
 from longcat_pd.errors import InvalidRequest
 from longcat_pd.server.fields import out_of_range
-from longcat_pd.server.openai import Body, ChatBody, CompletionBody
+from longcat_pd.server.openai import Body, ChatBody
+from longcat_pd.server.prompts import Prompt
 from longcat_pd.server.sampling_defaults import SamplingDefaults
 from longcat_pd.server.service import Service
 from longcat_pd.server.text import TextProcessor
+
+T = TypeVar("T")
 
 _LONG_TEXT = 4096  # characters; what is longer is encoded in a thread, for it would hold up everybody's tokens
 
@@ -49,7 +52,7 @@ class PromptSource(Protocol):
     """Where the prompt comes from."""
 
     async def open(self, body: Body, call: Call) -> RequestOf:
-        """Check the body; the request of a choice by its number. Raises InvalidRequest."""
+        """Check the body; the request of a choice by its index. Raises InvalidRequest."""
         ...
 
 
@@ -67,17 +70,19 @@ class Encoded:
     async def open(self, body: Body, call: Call) -> RequestOf:
         """As PromptSource. All choices get the same seed, drawn here if the body has none."""
         check_text(body, self._text)
-        ids = await self._prompt(body)
-        max_tokens = self._max_tokens(body, len(ids))
+        prompts = await self._prompts(body)
+        limits = [self._max_tokens(body, len(ids), path) for ids, path in prompts]
         seed = secrets.randbits(63) if body.seed is None else body.seed
 
-        async def request_of(choice: int) -> Request:
+        async def request_of(index: int) -> Request:
+            prompt, choice = divmod(index, body.n)
             return Request(
                 request_id=call.request_id,
-                prompt_token_ids=ids,
-                sampling=sampling_of(body, self._defaults, choice=choice, max_tokens=max_tokens, seed=seed),
+                prompt_token_ids=prompts[prompt][0],
+                sampling=sampling_of(body, self._defaults, choice=choice, max_tokens=limits[prompt], seed=seed),
                 deadline=call.deadline,
-                transfer=call.transfer_of(choice, body.n),
+                transfer=call.transfer_of(index, body.num_choices),
+                priority=body.priority,
             )
 
         return request_of
@@ -91,19 +96,26 @@ class Encoded:
         length = sum(len(message["content"]) for message in body.messages)
         return await _off_loop(length, partial(self._text.encode_chat, body.messages, body.tools, body.template_kwargs))
 
-    async def _prompt(self, body: Body) -> tuple[int, ...]:
+    async def _prompts(self, body: Body) -> list[tuple[tuple[int, ...], str]]:
+        """The ids of each prompt, and its path in the body."""
         if isinstance(body, ChatBody):
-            ids = tuple(await self.encode_chat(body))
-        elif isinstance(body.prompt, str):
-            ids = tuple(await self.encode_text(body.prompt))
+            prompts = [(tuple(await self.encode_chat(body)), "messages")]
         else:
-            ids = body.prompt
-        self._text.check_ids(ids, "prompt")
-        if not ids:
-            raise InvalidRequest("the prompt encodes to no token", param=_prompt_param(body))
-        return ids
+            length = sum(len(prompt.content) for prompt in body.prompts if isinstance(prompt.content, str))
+            prompts = await _off_loop(length, partial(self._encode_all, body.prompts))
+        for ids, path in prompts:
+            self._text.check_ids(ids, path)
+            if not ids:
+                raise InvalidRequest("the prompt encodes to no token", param=path)
+        return prompts
 
-    def _max_tokens(self, body: Body, num_prompt: int) -> int:
+    def _encode_all(self, prompts: Sequence[Prompt]) -> list[tuple[tuple[int, ...], str]]:
+        return [
+            (tuple(self._text.encode(given.content)) if isinstance(given.content, str) else given.content, given.path)
+            for given in prompts
+        ]
+
+    def _max_tokens(self, body: Body, num_prompt: int, path: str) -> int:
         room = self._max_model_len - num_prompt
         wanted = body.max_tokens
         if wanted is None:
@@ -112,7 +124,7 @@ class Encoded:
             raise InvalidRequest(
                 f"prompt of {num_prompt} tokens + max_tokens of {wanted} exceed the context of {self._max_model_len}",
                 code="context_length_exceeded",
-                param=_prompt_param(body),
+                param=path,
             )
         return wanted
 
@@ -129,12 +141,12 @@ class Adopted:
         """As PromptSource."""
         check_text(body, self._text)
 
-        async def request_of(choice: int) -> Request:
-            transfer = call.transfer_of(choice, body.n)
+        async def request_of(index: int) -> Request:
+            transfer = call.transfer_of(index, body.num_choices)
             assert transfer is not None, "the route demands the headers of a hand-over"
             at_least = max(body.max_tokens or 1, body.min_tokens)
-            sampling = sampling_of(body, self._defaults, choice=choice, max_tokens=at_least, seed=0)
-            return await self._service.adopt(transfer, call.deadline, sampling)
+            sampling = sampling_of(body, self._defaults, choice=index % body.n, max_tokens=at_least, seed=0)
+            return replace(await self._service.adopt(transfer, call.deadline, sampling), priority=body.priority)
 
         return request_of
 
@@ -168,8 +180,8 @@ def check_text(body: Body, text: TextProcessor) -> None:
             raise out_of_range(f"logit_bias.{token_id}", token_id, f"0 ... {text.vocab_size - 1}")
     if text.has_tokenizer:
         return
-    if isinstance(body, ChatBody) or isinstance(body.prompt, str):
-        text.need_tokenizer(_prompt_param(body))
+    for path in _paths_of_texts(body):
+        text.need_tokenizer(path)
     if body.stop:
         text.need_tokenizer("stop")
     if not body.return_token_ids:
@@ -180,9 +192,12 @@ def check_text(body: Body, text: TextProcessor) -> None:
         )
 
 
-def _prompt_param(body: ChatBody | CompletionBody) -> str:
-    return "messages" if isinstance(body, ChatBody) else "prompt"
+def _paths_of_texts(body: Body) -> list[str]:
+    """Of what has to be encoded."""
+    if isinstance(body, ChatBody):
+        return ["messages"]
+    return [prompt.path for prompt in body.prompts if isinstance(prompt.content, str)]
 
 
-async def _off_loop(length: int, encode: Callable[[], list[int]]) -> list[int]:
+async def _off_loop(length: int, encode: Callable[[], T]) -> T:
     return encode() if length < _LONG_TEXT else await asyncio.to_thread(encode)

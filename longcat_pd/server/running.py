@@ -1,13 +1,15 @@
 """Running the requests of one body in the service, from the first token to the last.
 
-Owns that all choices run at once, that one failing ends all, and that whatever ends the reading closes what is open in the
-service. Does not know what an answer looks like.
+Owns that choices run at once but stand in line one at a time, that one failing ends all, and that whatever ends the reading
+closes what is open in the service. Does not know what an answer looks like.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from longcat_pd.engine.request import Delta, Request
@@ -24,6 +26,32 @@ from longcat_pd.server.service import Service
 T = TypeVar("T")
 
 ReaderOf = Callable[[Body, Sequence[int], int], ChoiceText]
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """The request of a choice is made."""
+
+    index: int
+    request: Request
+
+
+class _Choices:
+    """The requests of one body. Each is made when the one before it has room: a body has one place in every line, however
+    many choices it has, so that nobody waits behind all of them, and a line is never full of one body.
+    """
+
+    def __init__(self, body: Body, request_of: RequestOf) -> None:
+        self.body = body
+        self._request_of = request_of
+        self._turns = [asyncio.Event() for _ in range(body.num_choices + 1)]
+        self._turns[0].set()
+
+    async def begin(self, index: int) -> _Begun:
+        """Raises LongcatError."""
+        await self._turns[index].wait()
+        request = await self._request_of(index)
+        return _Begun(index, replace(request, on_room=self._turns[index + 1].set))
 
 
 class Running:
@@ -54,18 +82,18 @@ class Running:
             raise WorkerUnavailable("this server is starting", code="starting")
 
     async def pieces(
-        self, body: Body, call: Call, prompts: PromptSource, *, begin: Callable[[Request], None]
+        self, body: Body, call: Call, prompts: PromptSource, *, begin: Callable[[int, Request], None]
     ) -> AsyncGenerator[Piece, None]:
-        """The pieces of all choices, interleaved; ``begin`` is told the request of each before. Raises LongcatError."""
+        """The pieces of all choices, interleaved; ``begin`` is told of each request before. Raises LongcatError."""
         num_tokens: dict[int, int] = {}
         with self._gate.enter() as cuts, self._journal.request(call) as record:
-            request_of = await prompts.open(body, call)
-            sources = [self._choice(body, request_of, choice) for choice in range(body.n)]
+            choices = _Choices(body, await prompts.open(body, call))
+            sources = [self._choice(choices, index) for index in range(body.num_choices)]
             async with aclosing(self._merged(sources, call, cuts=cuts, record=record)) as items:
                 async for item in items:
-                    if isinstance(item, Request):
-                        record.begin(item)
-                        begin(item)
+                    if isinstance(item, _Begun):
+                        record.prompts.begin(item.index // body.n, item.request)
+                        begin(item.index, item.request)
                         continue
                     self._journal.token(record)
                     num_tokens[item.index] = item.num_tokens
@@ -76,12 +104,12 @@ class Running:
     async def hand_over(self, body: Body, call: Call, prompts: PromptSource) -> Record:
         """Prefill all choices and wait until their hand-overs are acknowledged. Raises LongcatError."""
         with self._gate.enter() as cuts, self._journal.request(call) as record:
-            request_of = await prompts.open(body, call)
-            sources = [self._hand_over(request_of, choice) for choice in range(body.n)]
+            choices = _Choices(body, await prompts.open(body, call))
+            sources = [self._hand_over(choices, index) for index in range(body.num_choices)]
             async with aclosing(self._merged(sources, call, cuts=cuts, record=record)) as items:
                 async for item in items:
-                    if isinstance(item, Request):
-                        record.begin(item)
+                    if isinstance(item, _Begun):
+                        record.prompts.begin(item.index // body.n, item.request)
             record.finish = "stop"
         return record
 
@@ -91,12 +119,12 @@ class Running:
         left = call.deadline - self._service.now()
         return merged(sources, time_left_s=left, cuts=cuts, on_leaving=lambda: self._journal.leaving(record))
 
-    async def _choice(self, body: Body, request_of: RequestOf, index: int) -> AsyncGenerator[Request | Piece, None]:
-        request = await request_of(index)
-        yield request
-        choice = self._reader_of(body, request.prompt_token_ids, index)
+    async def _choice(self, choices: _Choices, index: int) -> AsyncGenerator[_Begun | Piece, None]:
+        begun = await choices.begin(index)
+        yield begun
+        choice = self._reader_of(choices.body, begun.request.prompt_token_ids, index)
         pieces: list[Piece] = []
-        async with aclosing(self._service.generate(request)) as deltas:
+        async with aclosing(self._service.generate(begun.request)) as deltas:
             async for delta in deltas:
                 pieces = choice.push(delta)
                 if choice.is_finished:
@@ -108,9 +136,9 @@ class Running:
         for piece in pieces:
             yield piece
 
-    async def _hand_over(self, request_of: RequestOf, index: int) -> AsyncGenerator[Request | Delta, None]:
-        request = await request_of(index)
-        yield request
-        async with aclosing(self._service.generate(request)) as deltas:
+    async def _hand_over(self, choices: _Choices, index: int) -> AsyncGenerator[_Begun | Delta, None]:
+        begun = await choices.begin(index)
+        yield begun
+        async with aclosing(self._service.generate(begun.request)) as deltas:
             async for delta in deltas:
                 yield delta

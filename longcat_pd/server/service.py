@@ -75,6 +75,8 @@ class Service(Protocol):
     def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """Run one request. Closing the generator is the only cancel; errors are raised as LongcatError.
 
+        Calls the request's ``on_room`` once nothing that others hold is waited for any more.
+
         A prefill worker yields exactly one Delta (no tokens, timings set) after the acknowledgement.
         """
         ...

@@ -14,9 +14,11 @@ class StopFinder:
 
     Args:
         num_exempt: pieces at the beginning that are passed on without a look; no stop string begins in them either.
+        keeps_match: the stop string is passed on as well, so no text has to wait for what it may become.
     """
 
-    def __init__(self, stops: Sequence[str], num_exempt: int = 0) -> None:
+    def __init__(self, stops: Sequence[str], num_exempt: int = 0, *, keeps_match: bool = False) -> None:
+        self.keeps_match = keeps_match
         self._stops = tuple(stops)
         self._num_exempt = num_exempt
         self._borders = tuple(_borders(stop) for stop in stops)
@@ -35,8 +37,8 @@ class StopFinder:
             found = self._step(buffer[place])
             if found is not None:
                 self._held = ""
-                return buffer[: place + 1 - len(found)], found
-        cut = len(buffer) - max(self._matched)
+                return buffer[: place + 1 - (0 if self.keeps_match else len(found))], found
+        cut = len(buffer) - (0 if self.keeps_match else max(self._matched))
         self._held = buffer[cut:]
         return buffer[:cut], None
 

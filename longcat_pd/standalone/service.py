@@ -44,6 +44,7 @@ class StandaloneService:
         """Prefill, then decode, in one reservation."""
         num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens + self.engine_config.num_draft_tokens
         async with self._engine.reserve(request, num_tokens) as seq:
+            request.on_room()
             first = await self._engine.prefill(seq)
             async with aclosing(self._engine.decode(seq, first)) as deltas:
                 async for delta in deltas:

@@ -29,9 +29,12 @@ def engine_config(**changes: Any) -> EngineConfig:
     return EngineConfig(**(values | changes))
 
 
-def request(prompt: list[int], max_tokens: int = 4, *, deadline: float = FAR, name: str = "r", **sampling: Any) -> Request:
+def request(
+    prompt: list[int], max_tokens: int = 4, *, deadline: float = FAR, name: str = "r", priority: int = 0, **sampling: Any
+) -> Request:
     return Request(
         request_id=name,
+        priority=priority,
         prompt_token_ids=tuple(prompt),
         sampling=SamplingParams(max_tokens=max_tokens, **sampling),
         deadline=deadline,

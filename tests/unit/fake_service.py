@@ -119,6 +119,7 @@ class FakeService:
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         self.requests.append(request)
         self.num_running += 1
+        request.on_room()
         try:
             async for delta in self.script(request):
                 yield delta

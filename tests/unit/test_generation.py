@@ -21,6 +21,7 @@ XML = (
     "<longcat_tool_call>f\n<longcat_arg_key>x</longcat_arg_key>\n<longcat_arg_value>1</longcat_arg_value>\n"
     "</longcat_tool_call>"
 )
+KEEP = {"include_stop_str_in_output": True}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}
 
 
@@ -153,6 +154,15 @@ CASES = [
     ({"stop": "</longcat_think>", "enable_thinking": True}, THINK + "b", "", "Let me see.\n", 0, "stop", "</longcat_think>"),
     ({"stop": "zzz"}, "buzz", "buzz", "", 0, "stop", None),
     ({"max_tokens": 2}, "ab龘 龘龘", "ab", "", 0, "length", None),
+    ({**KEEP, "stop": ["wor", "lo w"]}, "hello world", "hello w", "", 0, "stop", "lo w"),
+    ({**KEEP, "stop": "zzz"}, "buzz", "buzz", "", 0, "stop", None),
+    ({**KEEP, "stop": "see"}, THINK + "b", "Let me see", "", 0, "stop", "see"),
+    ({**KEEP, "stop": "see", "enable_thinking": True}, THINK + "b", "", "Let me see", 0, "stop", "see"),
+    ({**KEEP, "stop": "</longcat_think>", "enable_thinking": True}, THINK + "b", "", "Let me see.", 0, "stop", "</longcat_think>"),
+    ({**KEEP, "stop": "think>\na", "enable_thinking": True}, THINK + "ab", "a", "Let me see.", 0, "stop", "think>\na"),
+    ({**KEEP, "tools": [TOOL], "stop": "END"}, XML + " x END y", " x END", "", 1, "stop", "END"),
+    ({**KEEP, "tools": [TOOL], "stop": "</longcat_tool_call>"}, XML + " x", "", "", 1, "stop", "</longcat_tool_call>"),
+    ({"tools": [TOOL], "stop": "</longcat_tool_call>"}, "Hi " + XML, "Hi ", "", 1, "stop", "</longcat_tool_call>"),
 ]  # fmt: skip
 
 
@@ -236,6 +246,36 @@ async def test_stop_tokens(folder, text, fields, matched):
     assert (choice["finish_reason"], choice["matched_stop"]) == ("stop", matched)
     assert choice["text"] == ("a" if matched else "a" + text.raw([300]))
     assert answer["usage"]["completion_tokens"] == (2 if matched else 3)
+
+
+@pytest.mark.parametrize("group", [1, 2, 9])
+@pytest.mark.parametrize(
+    "fields,kept,cut,matched",
+    [
+        ({"stop": "two"}, "one two", "one ", "two"),
+        ({"stop": ["e t", "wo"]}, "one t", "on", "e t"),
+        ({"stop_token_ids": [300]}, None, None, 300),  # its text
+        ({"stop_token_ids": [300], "stop": "three"}, None, None, 300),
+        ({"stop_token_ids": [EOS]}, None, None, EOS),  # has no text
+        ({}, None, None, None),
+    ],
+)
+async def test_what_stopped_the_answer_stays_in_its_text(folder, text, group, fields, kept, cut, matched):
+    ids = [*text.encode("one two "), 300, EOS] if fields.get("stop_token_ids") == [300] else ids_of(text, "one two three")
+    stop = text.raw([300]) if matched == 300 else ""
+    kept, cut = kept or text.raw(ids[:-1]), cut or text.raw(ids[:-1]).removesuffix(stop)
+    answers = {}
+    for keep in (True, False):
+        body = {"prompt": "x", "logprobs": 1, "return_token_ids": True, "include_stop_str_in_output": keep, **fields}
+        service = FakeService(folder, plays(ids, group=group))
+        answers[keep] = (await post(service, COMPLETIONS, body, {"X-Request-Id": "r"})).json()
+        service = FakeService(folder, plays(ids, group=group))
+        *chunks, _ = events_of((await post(service, COMPLETIONS, {**body, "stream": True})).content)
+        assert folded(chunks)[0]["content"] == answers[keep]["choices"][0]["text"]
+        answers[keep]["created"] = 0
+    texts = [answers[keep]["choices"][0].pop("text") for keep in (True, False)]
+    assert texts == [kept, cut] and answers[True] == answers[False], "the text changes and nothing else"
+    assert answers[True]["choices"][0]["matched_stop"] == matched
 
 
 async def test_the_last_permitted_token_can_be_a_stop(folder, text):

@@ -35,7 +35,7 @@ class Rig:
     def run(self, error: BaseException | None, *events: Event) -> str:
         """The line of a request that goes through these events and ends so."""
         with suppress(BaseException), self.journal.request(CALL) as record:
-            record.begin(self.request(*events))
+            record.prompts.begin(0, self.request(*events))
             self.journal.leaving(record)
             self.time += 0.25
             record.finish = "length"
@@ -109,6 +109,6 @@ def test_of_several_choices_the_furthest_tells_the_hop():
     rig = Rig()
     with suppress(asyncio.CancelledError), rig.journal.request(CALL) as record:
         for events in (ON_D[:1], ON_D, ON_D[:2]):
-            record.begin(rig.request(*events))
+            record.prompts.begin(0, rig.request(*events))
         raise asyncio.CancelledError
     assert "hop=decoding ms_to_free=none" in rig.lines.getvalue()

@@ -77,7 +77,7 @@ NUMBERS = [
     ("frequency_penalty", [0, -2, 1.5, 2], [-2.1, 3]),
     ("presence_penalty", [0.0, -2, 1.5, 2], [-2.1, 3]),
     ("repetition_penalty", [1, 1.0, 0.1, 2], [0, 2.1]),
-    ("priority", [0], [-101, 101]),
+    ("priority", [0, -100, 7.0, 100], [-101, 101]),
 ]
 
 
@@ -99,7 +99,7 @@ def test_numbers(read, name, good, bad):
 @pytest.mark.parametrize("name", ["stream", "ignore_eos", "return_token_ids", "include_stop_str_in_output"])
 def test_flags(name):
     for read in (chat, completion):
-        for value in (False, None):
+        for value in (False, True, None):
             read(**{name: value})
         for value in (0, 1, "true", []):
             assert refusal(read, **{name: value})[:3] == (400, "invalid_type", name)
@@ -129,6 +129,9 @@ def test_defaults_and_meanings():
         body = read(logit_bias={"7": 1, "007": -100, "3": 0, "9": 0.5, "4": None})
         assert body.logit_bias == ((7, -100.0), (9, 0.5))
         assert read(repetition_penalty=1, presence_penalty=0, logit_bias={}, min_p=0) == read()
+        assert (read(priority=-3).priority, read(include_stop_str_in_output=True).include_stop) == (-3, True)
+        assert read(priority=0, include_stop_str_in_output=False) == read()
+        assert (read(n=3).num_prompts, read(n=3).num_choices) == (1, 3)
     assert refusal(completion, min_tokens=17)[:3] == (400, "invalid_value", "min_tokens")  # of 16 by default
     assert chat(min_tokens=17).min_tokens == 17
     assert chat(parallel_tool_calls=False).parallel_tool_calls is False
@@ -155,9 +158,7 @@ ROWS = [
     ({"stop_token_ids": ["3"]}, "invalid_type", "stop_token_ids[0]"),
     ({"stop_token_ids": [1] * 65}, "invalid_value", "stop_token_ids"),
     ({"stop_token_ids": 1}, "invalid_type", "stop_token_ids"),
-    ({"include_stop_str_in_output": True}, "unsupported_parameter", "include_stop_str_in_output"),
     ({"max_tokens": 5, "min_tokens": 6}, "invalid_value", "min_tokens"),
-    ({"priority": 1}, "unsupported_parameter", "priority"),
     ({"logit_bias": {"9" * 21: 1}}, "invalid_value", "logit_bias." + "9" * 21),
     ({"logit_bias": {"-1": 1}}, "invalid_value", "logit_bias.-1"),
     ({"logit_bias": {"5": True}}, "invalid_type", "logit_bias.5"),
@@ -347,8 +348,12 @@ PROMPTS = [
     ([1, True], "invalid_type", "prompt[1]"),
     ([1.5], "invalid_type", "prompt[0]"),
     ([3, -1], "invalid_value", "prompt[1]"),
-    (["a", "b"], "unsupported_parameter", "prompt"),
-    ([[1], [2]], "unsupported_parameter", "prompt"),
+    (["a", 5], "invalid_type", "prompt[1]"),
+    (["a", None], "invalid_type", "prompt[1]"),
+    (["a", [3, -1]], "invalid_value", "prompt[1][1]"),
+    (["a", [3, "b"]], "invalid_type", "prompt[1][1]"),
+    ([[3], "a", []], "invalid_value", "prompt[2]"),
+    (["a"] * 65, "invalid_value", "prompt"),
 ]
 
 
@@ -357,9 +362,30 @@ def test_prompts_that_are_refused(prompt, code, param):
     assert refusal(completion, prompt=prompt)[:3] == (400, code, param)
 
 
-@pytest.mark.parametrize("prompt,read", [("a", "a"), (["a"], "a"), ([1, 2.0], (1, 2)), ([[7]], (7,)), ("", "")])
+@pytest.mark.parametrize(
+    "prompt,read",
+    [
+        ("a", {"prompt": "a"}),
+        ("", {"prompt": ""}),
+        ([1, 2.0], {"prompt": (1, 2)}),
+        (["a"], {"prompt[0]": "a"}),
+        ([[7]], {"prompt[0]": (7,)}),
+        (["a", [7, 8.0], "", "a"], {"prompt[0]": "a", "prompt[1]": (7, 8), "prompt[2]": "", "prompt[3]": "a"}),
+        (["a"] * 64, {f"prompt[{i}]": "a" for i in range(64)}),
+    ],
+)
 def test_prompts(prompt, read):
-    assert completion(prompt=prompt).prompt == read
+    body = completion(prompt=prompt)
+    assert {given.path: given.content for given in body.prompts} == read
+    assert (body.num_prompts, body.num_choices) == (len(read), len(read))
+
+
+def test_prompts_times_n():
+    body = completion(prompt=[[5]] * 8, n=8)
+    assert (body.num_prompts, body.num_choices) == (8, 64)
+    status, code, param, message = refusal(completion, prompt=["a"] * 9, n=8)
+    assert (status, code, param) == (400, "invalid_value", "prompt")
+    assert "9 prompts with n = 8 make 72 choices" in message and "64" in message
 
 
 @pytest.mark.parametrize("value", [21, -1])

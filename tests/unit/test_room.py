@@ -25,10 +25,10 @@ def scheduler(parallel: ParallelConfig = TWO, **changes: Any) -> Scheduler:
     return Scheduler(engine_config(**values), parallel, eos_token_ids=frozenset({20}))
 
 
-def line_up(s: Scheduler, num_blocks: int, first: int = 100) -> Sequence:
+def line_up(s: Scheduler, num_blocks: int, first: int = 100, *, priority: int = 0) -> Sequence:
     """Stands in line with a prompt of so many blocks; the answer lies in the last of them."""
     length = num_blocks * BLOCK - 1
-    return s.room.enqueue(request(list(range(first, first + length)), 1), length + 1)
+    return s.room.enqueue(request(list(range(first, first + length)), 1, priority=priority), length + 1)
 
 
 def enter(s: Scheduler, num_blocks: int, first: int = 100) -> Sequence:
@@ -73,6 +73,34 @@ def test_nobody_overtakes_the_one_in_front_in_any_group() -> None:
     s.release(second)
     assert s.room.admit_waiting() == [large, small]
     assert places(first, large, small) == [(0, 0), (1, 2), (1, 3)], "eight are left in group 1, six in group 0"
+
+
+def test_the_lowest_priority_goes_first_and_of_equals_who_came_first() -> None:
+    s = scheduler(ParallelConfig(), max_num_seqs=1, max_queued_requests=16)
+    running = enter(s, 1)
+    asked = (5, 0, -100, 5, 0, 100, -100, -3)
+    lined_up = [line_up(s, 1, 100 * n, priority=priority) for n, priority in enumerate(asked, start=2)]
+    served = []
+    for _ in lined_up:
+        assert s.room.admit_waiting() == [], "who runs is not interrupted"
+        s.release(running)
+        (running,) = s.room.admit_waiting()
+        served.append(lined_up.index(running))
+    assert served == [2, 6, 7, 1, 4, 0, 3, 5]
+
+
+def test_a_large_one_waits_for_those_before_it_only() -> None:
+    s = scheduler(ParallelConfig(), max_num_seqs=8, max_queued_requests=16)
+    running = enter(s, 10)
+    large = line_up(s, 12, 300)
+    late, equal = line_up(s, 1, 500, priority=1), line_up(s, 1, 600)
+    assert s.room.admit_waiting() == [], "neither its equals nor those behind them take what it needs"
+    first = line_up(s, 1, 700, priority=-1)
+    assert s.room.admit_waiting() == [first]
+    s.room.leave(late)
+    assert s.room.figures().waiting == 2
+    s.release(running)
+    assert s.room.admit_waiting() == [large, equal]
 
 
 def test_a_request_must_fit_in_one_group() -> None:

@@ -22,6 +22,7 @@ def scheduler(parallel: ParallelConfig | None = None, **changes: Any) -> Schedul
 
 
 def admitted(s: Scheduler, num_prompt: int, max_tokens: int = 4, *, num_drafts: int = 0, **sampling: Any) -> Sequence:
+    """A request that has room; ``sampling`` may hold its priority too."""
     num_tokens = num_prompt + max_tokens + num_drafts
     seq = s.room.enqueue(request([50] * num_prompt, max_tokens, **sampling), num_tokens)
     assert s.room.admit_waiting() == [seq]
@@ -55,6 +56,21 @@ def test_a_prompt_is_cut_at_block_borders_within_the_budget() -> None:
     s.apply(answer(two), 0.0)
     s.apply(answer(last, s0=7), 0.0)
     assert seq.stage is Stage.PREFILLED and seq.num_computed == 19
+
+
+def test_prompts_that_have_not_begun_stand_by_priority() -> None:
+    s = scheduler(max_num_batched_tokens=4, max_num_seqs=6, num_blocks=33, prefix_cache=False)
+    for priority in (0, 9, 0):
+        s.start_prefill(admitted(s, 8, 1, priority=priority), None)
+    plan: StepPlan | None = next_plan(s)
+    for priority in (-1, 0, -1):
+        s.start_prefill(admitted(s, 8, 1, priority=priority), None)
+    order = []
+    while plan is not None:
+        order += [slot for slot, _, _, _ in chunks(plan)]
+        s.apply(answer(plan, **{f"s{n}": 7 for n in range(6)}), 0.0)
+        plan = s.next_plan(0.0)
+    assert order == [0, 0, 3, 3, 5, 5, 2, 2, 4, 4, 1, 1], "who has begun goes on"
 
 
 def test_a_plan_flies_for_each_stage_and_one_more_and_they_share_their_budget_among_prompts() -> None:

@@ -5,8 +5,8 @@ import pytest
 from longcat_pd.server.stops import StopFinder
 
 
-def run(stops, pieces):
-    finder, out = StopFinder(stops), ""
+def run(stops, pieces, **options):
+    finder, out = StopFinder(stops, **options), ""
     for piece in pieces:
         text, stop = finder.push(piece)
         out += text
@@ -69,10 +69,17 @@ def test_random_texts_and_cuts_agree_with_the_definition():
             size = draw.randint(1, 5)
             pieces.append(rest[:size])
             rest = rest[size:]
-        assert run(stops, pieces) == by_definition(stops, text), (stops, pieces)
+        before, stop = by_definition(stops, text)
+        assert run(stops, pieces) == (before, stop), (stops, pieces)
+        assert run(stops, pieces, keeps_match=True) == (before + (stop or ""), stop), (stops, pieces)
 
 
 def test_only_what_may_still_match_is_held_back():
     finder = StopFinder(["STOP"])
     assert finder.push("a ST") == ("a ", None)
     assert finder.push("A") == ("STA", None)
+
+
+def test_nothing_is_held_back_where_the_match_is_kept():
+    finder = StopFinder(["STOP"], keeps_match=True)
+    assert [finder.push(piece) for piece in ("a ST", "O", "P and")] == [("a ST", None), ("O", None), ("P", "STOP")]
