@@ -20,7 +20,7 @@ from tests.inline_server import Asked, InlineServer, inline_server, write_phrase
 
 NUM_DRAFTS, EXAMPLES = 3, 30
 # letters, the end of reasoning, a character in three bytes, a call, and EOS; it begins with what ends every conversation
-PHRASE = (217, 83, 8, 84, 171, 135, 240, 9, 88, 10, 278, 86, 2)
+PHRASE = (217, 83, 8, 84, 184, 141, 265, 9, 88, 10, 278, 86, 2)
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
@@ -32,7 +32,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[InlineSe
         inline_server(model, "engine.prefix_cache=false") as plain,
         inline_server(model, "engine.prefix_cache=false", f"engine.num_draft_tokens={NUM_DRAFTS}") as drafting,
     ):
-        yield plain, drafting, TextProcessor.load(model)
+        text = TextProcessor.load(model)
+        assert text.raw(PHRASE[4:7]) == "龘" and text.token_text(PHRASE[4])[0].startswith("bytes:")
+        yield plain, drafting, text
 
 
 PROMPTS = st.one_of(st.sampled_from(["a", "the river", "你好"]), st.lists(st.integers(3, 1000), min_size=1, max_size=20))
@@ -51,7 +53,7 @@ COMMON = {
     "min_p": st.sampled_from([0, 0.1]),
     "frequency_penalty": st.sampled_from([0, 1.5]),
     "repetition_penalty": st.sampled_from([1, 1.3]),
-    "logit_bias": st.dictionaries(st.sampled_from(["2", "8", "171", "300"]), st.sampled_from([-100, 5, 12]), max_size=2),
+    "logit_bias": st.dictionaries(st.sampled_from(["2", "8", "184", "300"]), st.sampled_from([-100, 5, 12]), max_size=2),
     "priority": st.integers(-100, 100),
 }
 CHAT = {

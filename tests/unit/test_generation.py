@@ -254,15 +254,18 @@ async def test_stop_tokens(folder, text, fields, matched):
     [
         ({"stop": "two"}, "one two", "one ", "two"),
         ({"stop": ["e t", "wo"]}, "one t", "on", "e t"),
-        ({"stop_token_ids": [300]}, None, None, 300),  # its text
-        ({"stop_token_ids": [300], "stop": "three"}, None, None, 300),
+        ({"stop_token_ids": [301]}, None, None, 301),  # its text
+        ({"stop_token_ids": [301], "stop": "its end"}, None, None, 301),  # which is not looked into
         ({"stop_token_ids": [EOS]}, None, None, EOS),  # has no text
         ({}, None, None, None),
     ],
 )
 async def test_what_stopped_the_answer_stays_in_its_text(folder, text, group, fields, kept, cut, matched):
-    ids = [*text.encode("one two "), 300, EOS] if fields.get("stop_token_ids") == [300] else ids_of(text, "one two three")
-    stop = text.raw([300]) if matched == 300 else ""
+    ids = [*text.encode("one two "), 301, EOS] if fields.get("stop_token_ids") == [301] else ids_of(text, "one two three")
+    stop = text.raw([301]) if matched == 301 else ""
+    if fields.get("stop") == "its end":
+        fields = {**fields, "stop": stop[-1]}
+        assert len(stop) > 1 and stop[-1] not in "one two "
     kept, cut = kept or text.raw(ids[:-1]), cut or text.raw(ids[:-1]).removesuffix(stop)
     answers = {}
     for keep in (True, False):
