@@ -373,3 +373,17 @@ def test_usage_on_the_chunks_of_a_stream(servers: dict[int, InlineServer], desk:
                 assert is_running or set(map(bool, usages)) == {False}
                 counts = [usage["completion_tokens"] for usage in usages] if is_running else []
                 assert counts == sorted(counts) and (not counts or counts[-1] == last["completion_tokens"])
+
+
+def test_as_many_choices_as_there_may_be(servers: dict[int, InlineServer]) -> None:
+    """More than there are slots; each says what its prompt says alone."""
+    prompts = [[7 * number, 30 + number] for number in range(2, 10)]
+    asked = BASES[COMPLETIONS_ROUTE].having(prompt=prompts, n=8, max_tokens=3)
+    alone = [asked.having(prompt=prompt, n=1) for prompt in prompts]
+    for server in servers.values():
+        (whole,), others = server.ask(asked), server.ask(*alone)
+        told = parts_of(whole)
+        assert told["ids"][::8] == [answer["choices"][0]["token_ids"] for answer in others]
+        assert told["prompts"] == [prompt for prompt in prompts for _ in range(8)]
+        assert (told["usage"]["prompt_tokens"], told["usage"]["completion_tokens"]) == (16, 64 * 3)
+        assert server.account()["idle"]
