@@ -271,6 +271,14 @@ def test_an_edited_draw_is_its_definition(kind: str, num_rows: int, num_ids: int
     assert torch.equal(logits, before)
 
 
+def test_masks_that_bind_nothing_may_have_any_width() -> None:
+    """A rank without a tokenizer has one word of them."""
+    logits, rules = logits_of("spread", 40, 1000, seed=1), rules_of(40, 1000, seed=2)
+    edits = edits_of(40, 1000, seed=3)._replace(is_bound=torch.zeros(40, dtype=torch.bool))
+    wanted = draw_edited(logits, edits, **rules)
+    assert torch.equal(draw_edited(logits, edits._replace(masks=edits.masks[:, :1]), **rules), wanted)
+
+
 def of_row(edits: Edits, number: int) -> Edits:
     tables = ("counts", "flags", "bias_ids", "bias")
     return Edits(**{n: t if n in tables else t[number : number + 1] for n, t in edits._asdict().items()})

@@ -114,10 +114,10 @@ def _recalculated(logits: Tensor, edits: Edits) -> Tensor:
 
 
 def _is_allowed(edits: Edits, num_ids: int) -> Tensor:
-    """What the masks leave, [T, V]."""
+    """What the masks leave, [T, V]. They may be narrower: ids behind their end are in no grammar."""
     places = torch.arange(32, dtype=torch.int32, device=edits.masks.device)
     bits = edits.masks.unsqueeze(2).bitwise_right_shift(places).bitwise_and(1).flatten(1)[:, :num_ids]
-    return (bits > 0) | ~edits.is_bound.unsqueeze(1)
+    return torch.nn.functional.pad(bits > 0, (0, num_ids - bits.shape[1])) | ~edits.is_bound.unsqueeze(1)
 
 
 def _is_edited(edits: Edits) -> Tensor:
