@@ -56,7 +56,7 @@ def reader(example: Example) -> ChoiceText:
     if rules.style is not None:
         tools = ToolCallParser(rules.style, TOOLS, only_one=rules.only_one)
     decoder = TextDecoder(Spelt(example.tokens))
-    stops = StopFinder(rules.stops, rules.num_exempt)
+    stops = StopFinder(rules.stops, rules.num_exempt, keeps_match=rules.keeps_stop)
     return ChoiceText(3, decoder, stops=stops, splitter=splitter, tools=tools)
 
 

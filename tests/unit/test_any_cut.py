@@ -65,6 +65,7 @@ def examples(draw: st.DrawFn, *, plain: bool = False) -> Example:
     rules = Rules(
         stops=draw(stop_strings(raw)),
         num_exempt=draw(st.sampled_from([0, 0, 0, 1, 5])),
+        keeps_stop=draw(st.sampled_from([False, False, True])),
         prompt_end=None if plain else draw(st.sampled_from(PROMPT_ENDS)),
         keeps_markup=draw(st.booleans()),
         style=style,
@@ -119,7 +120,7 @@ def test_a_choice_is_what_the_definition_says_however_it_is_cut(share: int) -> N
 @few_or_many
 def test_only_what_a_stop_string_may_take_back_is_held(share: int) -> None:
     def all_else_has_left(example: Example) -> None:
-        plain = replace(example, rules=replace(example.rules, num_exempt=0, only_one=False))
+        plain = replace(example, rules=replace(example.rules, num_exempt=0, keeps_stop=False, only_one=False))
         choice, sent, data = reader(plain), "", b""
         for token_id, part in plain.tokens[:-1]:
             sent += joined([p.delta for p in choice.push(Delta((TokenOutput(token_id),))) if p.delta])[0]
@@ -217,6 +218,8 @@ def bodies(draw: st.DrawFn) -> Asked:
         body["max_tokens"] = draw(st.integers(3, 40))
     if draw(st.integers(0, 3)) == 0:
         body["stop_token_ids"] = draw(st.lists(st.integers(7, 600), min_size=1, max_size=3))
+    if draw(st.booleans()):
+        body["include_stop_str_in_output"] = draw(st.booleans())
     return Asked(
         setting=setting,
         body=body,
@@ -287,7 +290,11 @@ def faces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faces]:
 
 def rules_of(asked: Asked) -> Rules:
     body, setting = asked.body, SETTINGS[asked.setting]
-    stops = Rules(stops=tuple(body.get("stop", ())), num_exempt=body.get("min_tokens", 0))
+    stops = Rules(
+        stops=tuple(body.get("stop", ())),
+        num_exempt=body.get("min_tokens", 0),
+        keeps_stop=body.get("include_stop_str_in_output", False),
+    )
     if "prompt" in body:
         return stops
     open_or_not = f"{THINK}\n" if body.get("enable_thinking") else f"{THINK}\n\n</longcat_think>\n"
