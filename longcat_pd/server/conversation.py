@@ -6,10 +6,11 @@ Owns the shapes of messages, content parts, tools and tool_choice. Does not know
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from longcat_pd.errors import InvalidRequest
-from longcat_pd.server.fields import Fields, missing, out_of_range, parse_json, unsupported, wrong_type
+from longcat_pd.server.fields import Fields, missing, out_of_range, parse_json, wrong_type
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_TOOLS = 128
@@ -105,8 +106,17 @@ def _function_type(fields: Fields, *, required: bool) -> None:
         raise out_of_range(fields.path("type"), kind, '"function"')
 
 
-def read_tools(body: Fields) -> tuple[dict[str, Any], ...]:
-    """The tools as sent; empty when tool_choice is ``none``, for then they are not shown to the model."""
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools that the model is shown, as sent, and whether it has to call one: ``named`` if it is set, or any."""
+
+    tools: tuple[dict[str, Any], ...] = ()
+    is_forced: bool = False
+    named: str | None = None
+
+
+def read_tools(body: Fields) -> ToolUse:
+    """What ``tools`` and ``tool_choice`` ask for; no tools when the choice is ``none``, for then they are not shown."""
     names: set[str] = set()
     tools = body.items("tools", MAX_TOOLS) or []
     for i, tool in enumerate(tools):
@@ -123,22 +133,21 @@ def read_tools(body: Fields) -> tuple[dict[str, Any], ...]:
         names.add(name)
         function.text("description")
         function.object("parameters")
-    return tuple(tools) if _choice(body, names) != "none" else ()
+    choice, named = _choice(body, names)
+    return ToolUse() if choice == "none" else ToolUse(tuple(tools), choice == "required", named)
 
 
-def _choice(body: Fields, names: set[str]) -> str:
-    """``auto`` or ``none``; a call that has to come is enforced by a grammar, which this server does not offer."""
+def _choice(body: Fields, names: set[str]) -> tuple[str, str | None]:
+    """``auto``, ``none`` or ``required``, and the one function that is required."""
     choice = body.get("tool_choice")
     if choice is None:
-        return "auto" if names else "none"
+        return ("auto" if names else "none"), None
     if isinstance(choice, str):
         if choice not in ("auto", "none", "required"):
             raise out_of_range("tool_choice", choice, "auto | none | required | a function")
-        if choice != "required":
-            return choice
-        if not names:
+        if choice == "required" and not names:
             raise InvalidRequest("tool_choice = required without tools", param="tool_choice")
-        raise unsupported("tool_choice", choice)
+        return choice, None
     fields = Fields.of(choice, "tool_choice")
     _function_type(fields, required=True)
     fields.required("function")
@@ -149,4 +158,4 @@ def _choice(body: Fields, names: set[str]) -> str:
         raise InvalidRequest(
             f"tool_choice.function.name = {name!r} is not among the tools", param="tool_choice.function.name"
         )
-    raise unsupported("tool_choice", choice)
+    return "required", name

@@ -6,7 +6,7 @@ it has open in the service. Knows no headers. Offline use needs nothing else: ``
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -32,6 +32,7 @@ class Face:
         text: of the same checkpoint.
         gate: lets requests in and can cut them; None: one of its own.
         metrics: where requests are counted; None offline.
+        check_grammar: raises InvalidRequest for the text of a grammar that the ranks would not take.
     """
 
     def __init__(
@@ -41,13 +42,22 @@ class Face:
         *,
         gate: Gate | None = None,
         metrics: RequestMetrics | None = None,
+        check_grammar: Callable[[str], None] = lambda grammar: None,
     ) -> None:
         self._service = service
         self._text = text
         self.defaults = SamplingDefaults.load(service.model.path)
-        self.encoded = Encoded(text, model=service.model, engine=service.engine_config, defaults=self.defaults)
+        parsers = Parsers(service.model, text)
+        self.encoded = Encoded(
+            text,
+            parsers=parsers,
+            check_grammar=check_grammar,
+            model=service.model,
+            engine=service.engine_config,
+            defaults=self.defaults,
+        )
         self._adopted = Adopted(service, text, defaults=self.defaults)
-        self._running = Running(service, Parsers(service.model, text).choice, gate=gate or Gate(), metrics=metrics)
+        self._running = Running(service, parsers.choice, gate=gate or Gate(), metrics=metrics)
 
     def call(self, request_id: str, time_left_s: float) -> Call:
         """What surrounds a body that belongs to no hand-over."""

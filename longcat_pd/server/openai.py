@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from longcat_pd.engine.request import MAX_BIAS
 from longcat_pd.errors import InvalidRequest, NotFound
-from longcat_pd.server.conversation import read_messages, read_tools
+from longcat_pd.server.conversation import ToolUse, read_messages, read_tools
 from longcat_pd.server.fields import Fields, out_of_range, parse_json, shown, unsupported, wrong_type
 from longcat_pd.server.prompts import Prompt, read_prompts, token_id_of
 
@@ -84,6 +84,7 @@ class Common:
     logit_bias: tuple[tuple[int, float], ...] = ()
     include_stop: bool = False  # what stopped an answer stays in its text
     priority: int = 0
+    answer_schema: dict[str, Any] | None = None  # the answer has to be JSON by it, unchecked; None: any text
 
     @property
     def num_prompts(self) -> int:
@@ -98,14 +99,19 @@ class Common:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatBody(Common):
-    """A checked chat body. ``tools`` are those that the model is shown; ``template_kwargs`` goes to the template."""
+    """A checked chat body. ``template_kwargs`` goes to the template."""
 
     route: ChatRoute = CHAT_ROUTE
     messages: tuple[dict[str, Any], ...]
-    tools: tuple[dict[str, Any], ...] = ()
+    tool_use: ToolUse = field(default_factory=ToolUse)
     parallel_tool_calls: bool = True
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     separate_reasoning: bool = True
+
+    @property
+    def tools(self) -> tuple[dict[str, Any], ...]:
+        """The tools that the model is shown, as sent."""
+        return self.tool_use.tools
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +161,8 @@ def read_body(route: str, values: dict[str, Any], served_name: str) -> Body:
 def read_chat(body: Fields, served_name: str) -> ChatBody:
     """Check a chat body; as ``read_body``."""
     common = _common(body, served_name)
-    tools = read_tools(body)
-    _response_format(body, has_tools=bool(tools))
+    tool_use = read_tools(body)
+    answer_schema = _response_format(body, has_tools=bool(tool_use.tools))
     wants_logprobs = body.flag("logprobs") or False
     top = body.integer("top_logprobs", 0, MAX_LOGPROBS) or 0
     if top and not wants_logprobs:
@@ -165,7 +171,8 @@ def read_chat(body: Fields, served_name: str) -> ChatBody:
         **common,
         num_logprobs=top if wants_logprobs else None,
         messages=read_messages(body),
-        tools=tools,
+        tool_use=tool_use,
+        answer_schema=answer_schema,
         parallel_tool_calls=body.flag("parallel_tool_calls") is not False,
         template_kwargs=_template_kwargs(body),
         separate_reasoning=body.flag("separate_reasoning") is not False,
@@ -175,9 +182,12 @@ def read_chat(body: Fields, served_name: str) -> ChatBody:
 def read_completion(body: Fields, served_name: str) -> CompletionBody:
     """Check a completions body; as ``read_body``."""
     common = _common(body, served_name, max_tokens=DEFAULT_COMPLETION_TOKENS)
-    _response_format(body, has_tools=False)
-    num_logprobs = body.integer("logprobs", 0, MAX_LOGPROBS)
-    return CompletionBody(**common, num_logprobs=num_logprobs, prompts=read_prompts(body, common["n"]))
+    return CompletionBody(
+        **common,
+        num_logprobs=body.integer("logprobs", 0, MAX_LOGPROBS),
+        answer_schema=_response_format(body, has_tools=False),
+        prompts=read_prompts(body, common["n"]),
+    )
 
 
 READERS: dict[str, Callable[[Fields, str], Body]] = {CHAT_ROUTE: read_chat, COMPLETIONS_ROUTE: read_completion}
@@ -274,21 +284,31 @@ def _is_inert(value: Any, also: tuple[Any, ...] = ()) -> bool:
     return value is None or value is False or value == 0 or value == [] or value in also
 
 
-def _response_format(body: Fields, *, has_tools: bool) -> None:
+def _response_format(body: Fields, *, has_tools: bool) -> dict[str, Any] | None:
+    """The schema that the answer has to be JSON by; what is in it is found where the grammar is made."""
     wanted = body.object("response_format")
     if wanted is None:
-        return
+        return None
     wanted.required("type")
     kind = wanted.text("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise out_of_range(wanted.path("type"), kind, "text | json_object | json_schema")
     if kind == "text":
-        return
+        return None
+    schema: dict[str, Any] = {"type": "object"}
+    if kind == "json_schema":
+        wanted.required("json_schema")
+        described = Fields.of(wanted.get("json_schema"), wanted.path("json_schema"))
+        described.text("name")
+        described.text("description")
+        described.flag("strict")
+        described.required("schema")
+        schema = dict(Fields.of(described.get("schema"), described.path("schema")).values)
     if has_tools:
         raise InvalidRequest(
             f"response_format {kind} together with tools", code="unsupported_combination", param="response_format"
         )
-    raise unsupported("response_format", wanted.values)
+    return schema
 
 
 def _template_kwargs(body: Fields) -> dict[str, Any]:

@@ -23,8 +23,12 @@ class Parsers:
         self._text = text
         source = "" if text.template is None else text.template.source
         reasoning = model.reasoning_parser
-        self._reads_reasoning = THINK_OPEN in source if reasoning == "auto" else reasoning == "longcat"
-        self._style = _style(model, source)
+        self.reads_reasoning = THINK_OPEN in source if reasoning == "auto" else reasoning == "longcat"
+        self.style = _style(model, source)
+
+    def prompt_end(self, prompt_token_ids: Sequence[int]) -> str:
+        """The last of a prompt's text, from which it is seen whether a block of reasoning is open."""
+        return self._text.raw(prompt_token_ids[-_PROMPT_END:])
 
     def choice(self, body: Body, prompt_token_ids: Sequence[int], index: int) -> ChoiceText:
         """The reader for one choice of a body."""
@@ -34,12 +38,11 @@ class Parsers:
         if not isinstance(body, ChatBody):
             return ChoiceText(index, decoder, stops=stops, content_field="text")
         splitter = None
-        if self._reads_reasoning:
-            prompt_end = self._text.raw(prompt_token_ids[-_PROMPT_END:])
-            splitter = ReasoningSplitter(prompt_end, keeps_markup=not body.separate_reasoning)
+        if self.reads_reasoning:
+            splitter = ReasoningSplitter(self.prompt_end(prompt_token_ids), keeps_markup=not body.separate_reasoning)
         tools = None
-        if body.tools and self._style is not None:
-            tools = ToolCallParser(self._style, body.tools, only_one=not body.parallel_tool_calls)
+        if body.tools and self.style is not None:
+            tools = ToolCallParser(self.style, body.tools, only_one=not body.parallel_tool_calls)
         field = "reasoning_content" if body.separate_reasoning else "content"
         return ChoiceText(index, decoder, stops=stops, splitter=splitter, tools=tools, reasoning_field=field)
 

@@ -17,8 +17,10 @@ from typing import Protocol, TypeVar
 from longcat_pd.config.schema import EngineConfig, ModelSection
 from longcat_pd.engine.request import Request, SamplingParams, TransferRef
 from longcat_pd.errors import InvalidRequest
+from longcat_pd.server.constraint import Check, Constraints
 from longcat_pd.server.fields import out_of_range
 from longcat_pd.server.openai import Body, ChatBody
+from longcat_pd.server.parsers import Parsers
 from longcat_pd.server.prompts import Prompt
 from longcat_pd.server.sampling_defaults import SamplingDefaults
 from longcat_pd.server.service import Service
@@ -60,9 +62,17 @@ class Encoded:
     """Prompts that this instance encodes itself."""
 
     def __init__(
-        self, text: TextProcessor, *, model: ModelSection, engine: EngineConfig, defaults: SamplingDefaults
+        self,
+        text: TextProcessor,
+        *,
+        parsers: Parsers,
+        check_grammar: Check,
+        model: ModelSection,
+        engine: EngineConfig,
+        defaults: SamplingDefaults,
     ) -> None:
         self._text = text
+        self._constraints = Constraints(parsers, text, check_grammar)
         self._model = model
         self._max_model_len = engine.max_model_len
         self._defaults = defaults
@@ -72,6 +82,7 @@ class Encoded:
         check_text(body, self._text)
         prompts = await self._prompts(body)
         limits = [self._max_tokens(body, len(ids), path) for ids, path in prompts]
+        grammar = await self._grammar(body, prompts[0][0])
         seed = secrets.randbits(63) if body.seed is None else body.seed
 
         async def request_of(index: int) -> Request:
@@ -79,7 +90,9 @@ class Encoded:
             return Request(
                 request_id=call.request_id,
                 prompt_token_ids=prompts[prompt][0],
-                sampling=sampling_of(body, self._defaults, choice=choice, max_tokens=limits[prompt], seed=seed),
+                sampling=replace(
+                    sampling_of(body, self._defaults, choice=choice, max_tokens=limits[prompt], seed=seed), grammar=grammar
+                ),
                 deadline=call.deadline,
                 transfer=call.transfer_of(index, body.num_choices),
                 priority=body.priority,
@@ -114,6 +127,15 @@ class Encoded:
             (tuple(self._text.encode(given.content)) if isinstance(given.content, str) else given.content, given.path)
             for given in prompts
         ]
+
+    async def _grammar(self, body: Body, ids: tuple[int, ...]) -> str:
+        """What the answer has to be a text of; made in a thread, for a schema may be large.
+
+        Prompts of a list have the same: only what is said of a chat's one prompt tells grammars apart.
+        """
+        if body.answer_schema is None and not (isinstance(body, ChatBody) and body.tool_use.is_forced):
+            return ""
+        return await asyncio.to_thread(self._constraints.grammar, body, ids)
 
     def _max_tokens(self, body: Body, num_prompt: int, path: str) -> int:
         room = self._max_model_len - num_prompt
@@ -184,6 +206,8 @@ def check_text(body: Body, text: TextProcessor) -> None:
         text.need_tokenizer(path)
     if body.stop:
         text.need_tokenizer("stop")
+    if body.answer_schema is not None:
+        text.need_tokenizer("response_format")
     if not body.return_token_ids:
         raise InvalidRequest(
             "the checkpoint has no tokenizer: return_token_ids must be true",

@@ -77,6 +77,14 @@ class TextProcessor:
         """Whether text can be read and written."""
         return self._tokenizer is not None
 
+    @property
+    def marker_ids(self) -> dict[str, int]:
+        """The markers that are tokens of their own, which no ordinary tokens spell."""
+        if self._tokenizer is None:
+            return {}
+        tokens = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in tokens.items() if token.content in MARKERS}
+
     def need_tokenizer(self, param: str) -> Tokenizer:
         """The tokenizer, or InvalidRequest tokenizer_missing that names the field which needs it."""
         if self._tokenizer is None:

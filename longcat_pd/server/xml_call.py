@@ -68,7 +68,7 @@ def _read_json(text: str) -> tuple[str, str] | None:
 
 
 def _value(text: str, schema: Any) -> Any:
-    kinds = _kinds(schema)
+    kinds = named_kinds(schema)
     if kinds == {"string"}:
         return text
     for read in (parse_json, _python_literal):
@@ -94,7 +94,7 @@ def _python_literal(text: str) -> Any:
     return value
 
 
-def _kinds(schema: Any) -> set[str]:
+def named_kinds(schema: Any) -> set[str]:
     """The JSON types that a schema names; empty if it names none."""
     if not isinstance(schema, dict):
         return set()
@@ -105,7 +105,7 @@ def _kinds(schema: Any) -> set[str]:
     for several in ("anyOf", "oneOf"):
         options = schema.get(several)
         for option in options if isinstance(options, list) else []:
-            kinds |= _kinds(option)
+            kinds |= named_kinds(option)
     values = schema.get("enum")
     if not kinds and isinstance(values, list):
         kinds = {kind_of(value) for value in values}

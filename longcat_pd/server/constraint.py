@@ -1,0 +1,154 @@
+"""From a checked body to the grammar that its answer has to obey.
+
+Owns which bodies ask for one, where in the body a refusal of the grammar library points to, and what it says. The text of
+a grammar is ``engine/grammar_text.py``, what is enforced of a schema ``schema.py``. Does not know the library: whoever
+calls gives a check of a grammar's text that raises InvalidRequest with the library's own words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from longcat_pd.engine.grammar_text import GrammarText, JsonTool, Markup, Reasoning, TaggedTool
+from longcat_pd.errors import InvalidRequest
+from longcat_pd.server.markup import (
+    CALL_CLOSE,
+    CALL_OPEN,
+    KEY_CLOSE,
+    KEY_OPEN,
+    THINK_CLOSE,
+    THINK_OPEN,
+    VALUE_CLOSE,
+    VALUE_OPEN,
+)
+from longcat_pd.server.openai import Body, ChatBody
+from longcat_pd.server.parsers import Parsers
+from longcat_pd.server.schema import SchemaReader
+from longcat_pd.server.tagged_tools import read_tagged
+from longcat_pd.server.text import TextProcessor
+
+MARKUP = Markup((THINK_OPEN, THINK_CLOSE), (CALL_OPEN, CALL_CLOSE), (KEY_OPEN, KEY_CLOSE), (VALUE_OPEN, VALUE_CLOSE))
+MAX_TEXT = 512 * 1024
+_ANSWER = "response_format.json_schema.schema"
+_WORDS = re.compile(r"(?:failed to compile JSON schema: )?([^\n]*)")
+_UNENFORCED = (  # in the library's words, and the keyword
+    ("oneOf", "oneOf"),
+    ("patternProperty", "patternProperties"),
+    ("min/maxProperties", "minProperties, maxProperties"),
+    ("circular references", "$ref"),
+    ("if regex is empty", "pattern"),
+    ("multipleOf", "multipleOf"),
+    ("multiple of", "multipleOf"),
+    ("float range", "minimum, maximum"),
+    ("integer range", "minimum, maximum"),
+)
+
+Tool = JsonTool | TaggedTool
+Check = Callable[[str], None]
+
+
+class Constraints:
+    """Makes the grammars of one checkpoint's answers. Pure: may be used from several threads.
+
+    Args:
+        parsers: how the answers are read.
+        text: of the same checkpoint.
+        check: raises InvalidRequest for a grammar that the library does not take; its message holds the library's words.
+    """
+
+    def __init__(self, parsers: Parsers, text: TextProcessor, check: Check) -> None:
+        self._parsers = parsers
+        self._text = text
+        self._check = check
+
+    def grammar(self, body: Body, prompt_token_ids: Sequence[int]) -> str:
+        """The text; empty if the answer may be anything. Raises InvalidRequest, with the place in the body."""
+        if body.answer_schema is not None:
+            self._text.need_tokenizer("response_format")
+            return self._answer(body.answer_schema, self._reasoning(body, prompt_token_ids))
+        if isinstance(body, ChatBody) and body.tool_use.is_forced:
+            return self._calls(body, self._reasoning(body, prompt_token_ids))
+        return ""
+
+    def _reasoning(self, body: Body, prompt_token_ids: Sequence[int]) -> Reasoning:
+        """What of a block of reasoning may come before the answer proper."""
+        if not isinstance(body, ChatBody) or not self._parsers.reads_reasoning:
+            return "none"
+        end = self._parsers.prompt_end(prompt_token_ids).rstrip()
+        if end.endswith(THINK_OPEN):
+            return "open"
+        is_over = end.endswith(THINK_CLOSE) or body.template_kwargs.get("enable_thinking") is False
+        return "none" if is_over else "optional"
+
+    def _text_of(self) -> GrammarText:
+        return GrammarText(MARKUP, self._text.marker_ids)
+
+    def _answer(self, schema: Mapping[str, Any], reasoning: Reasoning) -> str:
+        text = self._text_of()
+        whole = text.whole(text.json(SchemaReader(schema, _ANSWER).read(schema, _ANSWER)), reasoning)
+        self._checked(whole, _ANSWER)
+        return whole
+
+    def _calls(self, body: ChatBody, reasoning: Reasoning) -> str:
+        if self._parsers.style is None:
+            raise InvalidRequest(
+                "the checkpoint has no markup of tool calls, so none can be forced",
+                code="unsupported_parameter",
+                param="tool_choice",
+            )
+        named = body.tool_use.named
+        places = [i for i, tool in enumerate(body.tools) if named in (None, tool["function"]["name"])]
+        tools = {_path(i): self._tool(body.tools[i]["function"], _path(i)) for i in places}
+        text = self._text_of()
+        only_one = named is not None or not body.parallel_tool_calls
+        whole = text.whole(text.calls(tools.values(), only_one=only_one), reasoning)
+        if len(whole) > MAX_TEXT:
+            raise InvalidRequest(f"the tools take more than {MAX_TEXT} characters as a grammar", param="tools")
+        try:
+            self._check(whole)
+        except InvalidRequest as refusal:
+            for path, tool in tools.items():  # which of them it is
+                alone = self._text_of()
+                self._checked(alone.whole(alone.calls([tool], only_one=True), "none"), path)
+            raise _refusal(refusal.message, "tools") from None
+        return whole
+
+    def _tool(self, function: Mapping[str, Any], path: str) -> Tool:
+        name, parameters = function["name"], function.get("parameters")
+        if self._parsers.style == "longcat_xml":
+            return read_tagged(name, parameters, path)
+        if parameters is None:
+            return JsonTool(name, {"type": "object"})
+        schema = SchemaReader(parameters, path).read(parameters, path)
+        if schema.get("type") == "object":
+            return JsonTool(name, schema)
+        definitions = schema.pop("$defs", None)
+        schema = {"type": "object", "allOf": [schema]}
+        return JsonTool(name, schema if definitions is None else {**schema, "$defs": definitions})
+
+    def _checked(self, whole: str, path: str) -> None:
+        try:
+            self._check(whole)
+        except InvalidRequest as refusal:
+            raise _refusal(refusal.message, path) from None
+
+
+def _path(tool: int) -> str:
+    return f"tools[{tool}].function.parameters"
+
+
+def _refusal(words: str, path: str) -> InvalidRequest:
+    """The library's refusal as ours: a keyword that it does not enforce here, or a schema that nothing satisfies."""
+    place = words.find("failed to compile JSON schema: ")
+    match = _WORDS.match(words, max(place, 0))
+    said = (match[1] if match else words)[:200]
+    if "nsatisfiable" in said or "is empty:" in said:
+        return InvalidRequest(f"{path} cannot be satisfied: {said}", code="invalid_value", param=path)
+    for part, keyword in _UNENFORCED:
+        if part in said:
+            return InvalidRequest(
+                f"{path}: the keyword {keyword} cannot be enforced here: {said}", code="unsupported_parameter", param=path
+            )
+    return InvalidRequest(f"{path} cannot be enforced: {said}", code="unsupported_parameter", param=path)
