@@ -26,10 +26,11 @@ from longcat_pd.server.schema_keywords import (
     unenforced,
 )
 from longcat_pd.server.schema_pattern import without
-from longcat_pd.server.schema_values import can_end
+from longcat_pd.server.schema_values import can_end, most_patterns
 
 MAX_SIZE = 128 * 1024
-MAX_PLACES = 5000
+MAX_PLACES = 2500
+MAX_TOGETHER = 12
 _ANY = "any"
 
 
@@ -64,6 +65,8 @@ class SchemaReader:
         whole = {**whole, "$defs": self._definitions} if self._definitions else whole
         if len(json.dumps(whole, ensure_ascii=False)) > MAX_SIZE:
             raise malformed(path, f"takes more than {MAX_SIZE} characters as a grammar")
+        if most_patterns(read, self._definitions, {}) > MAX_TOGETHER:
+            raise unenforced(path, "allOf", f"asks a string to match more than {MAX_TOGETHER} patterns")
         self._check_end(read, path)
         return whole
 
@@ -103,8 +106,9 @@ class SchemaReader:
         if not isinstance(schema, dict):
             raise malformed(path, f"is no schema but {shown(schema)}")
         self._num_places += 1
-        if self._num_places > MAX_PLACES:
-            raise malformed(self.path, f"holds more than {MAX_PLACES} schemas")
+        most = MAX_PLACES // 5 if self._forbidden else MAX_PLACES  # in tags each string costs an expression of its own
+        if self._num_places > most:
+            raise malformed(self.path, f"holds more than {most} schemas")
         place = SchemaObject(self, schema, path)
         return self._guard(place.read()) if self._forbidden else place.read()
 

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any, Protocol
 
 from longcat_pd.errors import InvalidRequest
@@ -19,7 +20,11 @@ from longcat_pd.server.schema_pattern import PatternError, whole_text
 
 Schema = dict[str, Any] | bool
 
-MAX_NAMES = 1000
+MAX_NAMES = 500
+MAX_PATTERNS = 16  # the library compares each with each
+MAX_OPTIONS = 500
+MAX_MEMBERS = 1000  # of objects and arrays among the values of one enum or const
+MAX_PARTS = 8
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 REFUSED: dict[str, tuple[Any, ...]] = {  # keyword -> the values that ask for nothing
     "$dynamicRef": (),
@@ -146,8 +151,7 @@ class SchemaObject:
     def _enum(self, keyword: str, value: Any) -> None:
         if not isinstance(value, list) or not value:
             raise self._malformed(keyword, "a list of at least one value")
-        for item in value:
-            self._check_value(keyword, item)
+        self._check_value(keyword, value)
         self._out[keyword] = value
 
     def _const(self, keyword: str, value: Any) -> None:
@@ -155,9 +159,10 @@ class SchemaObject:
         self._out[keyword] = value
 
     def _check_value(self, keyword: str, value: Any) -> None:
-        todo = [value]
+        todo, num_members = [value], 0
         while todo:
             item = todo.pop()
+            num_members += len(item) if isinstance(item, (dict, list)) else 0
             if isinstance(item, str):
                 self._reader.check_text(item, self._path, keyword)
             elif isinstance(item, dict):
@@ -166,6 +171,8 @@ class SchemaObject:
                 todo.extend(item)
             elif isinstance(item, (int, float)) and (abs(item) > EXACT or 0 < abs(item) < 1e-15):
                 raise unenforced(self._path, keyword, f"= {shown(item)} is beyond the numbers that are kept exactly")
+        if num_members > MAX_MEMBERS + (len(value) if keyword == "enum" else 0):
+            raise malformed(f"{self._path}.{keyword}", f"holds objects and arrays of over {MAX_MEMBERS} members")
 
     def _items(self, keyword: str, value: Any) -> None:
         if not isinstance(value, list):
@@ -180,6 +187,9 @@ class SchemaObject:
     def _list(self, keyword: str, value: Any) -> None:
         if not isinstance(value, list) or not value:
             raise malformed(f"{self._path}.{keyword}", f"must be a list of at least one schema, not {shown(value)}")
+        most = MAX_PARTS if keyword == "allOf" else MAX_OPTIONS
+        if len(value) > most:
+            raise malformed(f"{self._path}.{keyword}", f"has {len(value)} entries, at most {most}")
         read = [self._reader.read_part(item, f"{self._path}.{keyword}[{i}]") for i, item in enumerate(value)]
         if keyword == "oneOf" and _are_different_values(read):
             keyword = "anyOf" if "anyOf" not in self._schema else keyword
@@ -188,8 +198,9 @@ class SchemaObject:
     def _map(self, keyword: str, value: Any) -> None:
         if not isinstance(value, dict):
             raise self._malformed(keyword, "an object")
-        if len(value) > MAX_NAMES:
-            raise malformed(f"{self._path}.{keyword}", f"has {len(value)} entries, at most {MAX_NAMES}")
+        most = MAX_PATTERNS if keyword == "patternProperties" else MAX_NAMES
+        if len(value) > most:
+            raise malformed(f"{self._path}.{keyword}", f"has {len(value)} entries, at most {most}")
         read = {}
         for name, schema in value.items():
             path = f"{self._path}.{keyword}.{name}"
@@ -239,6 +250,8 @@ class SchemaObject:
     def _multiple(self, keyword: str, value: Any) -> None:
         if self._number(keyword, value) <= 0:
             raise self._malformed(keyword, "a number > 0")
+        if len(Decimal(str(value)).normalize().as_tuple().digits) > 4:
+            raise unenforced(self._path, keyword, f"= {shown(value)} has more than four digits that count")
         self._out[keyword] = value
 
     def _bound(self, keyword: str, value: Any) -> None:

@@ -26,7 +26,7 @@ _CATEGORY = re.compile(r"[pP]\{(L|Lu|Ll|Lt|Lm|Lo|M|Mn|Mc|Me|N|Nd|Nl|No|P|Pc|Pd|P
 _HEX = (re.compile(r"x([0-9a-fA-F]{2})"), re.compile(r"u([0-9a-fA-F]{4})"), re.compile(r"u\{([0-9a-fA-F]{1,6})\}"))
 _PLAIN = frozenset(string.ascii_letters + string.digits + "_</")  # what needs no escape, in a class or outside
 _MAX_DEPTH = 40
-_MAX_SIZE = 20_000  # characters of the longest text without a star
+_MAX_SIZE = 2000  # characters of the longest text without a star
 _MAX_LENGTH = 4096
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -42,3 +43,27 @@ def _array_ends(schema: dict[str, Any], ending: AbstractSet[str]) -> bool:
     num, first = schema.get("minItems", 0), schema.get("prefixItems", [])
     needed = [*first[:num], *([schema.get("items", True)] if num > len(first) else [])]
     return all(can_end(part, ending) for part in needed)
+
+
+def most_patterns(schema: dict[str, Any] | bool, definitions: Mapping[str, Any], known: dict[str, int]) -> int:
+    """At most so many expressions one string may have to match; the library's work doubles with each.
+
+    ``known``: of definitions that have been looked at; one that leads back to itself counts once.
+    """
+    if isinstance(schema, bool):
+        return 0
+
+    def most(parts: Iterable[Any]) -> int:
+        return max((most_patterns(part, definitions, known) for part in parts), default=0)
+
+    num = int("pattern" in schema) + most(schema.get("anyOf", ())) + most(schema.get("oneOf", ()))
+    num += sum(most_patterns(part, definitions, known) for part in schema.get("allOf", ()))
+    if "$ref" in schema:
+        name = schema["$ref"].rsplit("/", 1)[1]
+        if name not in known:
+            known[name] = 0
+            known[name] = most_patterns(definitions[name], definitions, known)
+        num += known[name]
+    inside = [*schema.get("properties", {}).values(), *schema.get("patternProperties", {}).values()]
+    inside += [*schema.get("prefixItems", ()), schema.get("items", True), schema.get("additionalProperties", True)]
+    return num + most(inside)
