@@ -167,8 +167,33 @@ ROWS = [
     ({"logit_bias": {"5": "1"}}, "invalid_type", "logit_bias.5"),
     ({"logit_bias": {str(i): 1 for i in range(1025)}}, "invalid_value", "logit_bias"),
     ({"logit_bias": [1]}, "invalid_type", "logit_bias"),
-    ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "unsupported_parameter", "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "missing_field", "response_format.json_schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        "missing_field",
+        "response_format.json_schema.schema",
+    ),
+    ({"response_format": {"type": "json_schema", "json_schema": []}}, "invalid_type", "response_format.json_schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": True}}},
+        "invalid_type",
+        "response_format.json_schema.schema",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": 1, "schema": {}}}},
+        "invalid_type",
+        "response_format.json_schema.name",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"strict": 1, "schema": {}}}},
+        "invalid_type",
+        "response_format.json_schema.strict",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"description": 1, "schema": {}}}},
+        "invalid_type",
+        "response_format.json_schema.description",
+    ),
     ({"response_format": {"type": "xml"}}, "invalid_value", "response_format.type"),
     ({"response_format": {"type": 1}}, "invalid_type", "response_format.type"),
     ({"response_format": {}}, "missing_field", "response_format.type"),
@@ -302,12 +327,11 @@ CHAT_ROWS = [
     ({"tool_choice": "sometimes"}, "invalid_value", "tool_choice"),
     ({"tool_choice": 1}, "invalid_type", "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "invalid_value", "tool_choice.function.name"),
-    ({"tools": [TOOL], "tool_choice": "required"}, "unsupported_parameter", "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "unsupported_parameter", "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "unsupported_combination", "response_format"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "invalid_value", "tool_choice.function.name"),
     ({"tools": [TOOL], "tool_choice": {"function": {"name": "f"}}}, "missing_field", "tool_choice.type"),
     ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "unsupported_combination", "response_format"),
-    ({"tools": [TOOL], "tool_choice": "none", "response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
+    ({"tools": [TOOL], "response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "unsupported_combination", "response_format"),
     ({"parallel_tool_calls": 1}, "invalid_type", "parallel_tool_calls"),
     ({"separate_reasoning": "x"}, "invalid_type", "separate_reasoning"),
     ({"enable_thinking": 1}, "invalid_type", "enable_thinking"),
@@ -330,6 +354,35 @@ def test_tools_and_switches():
     assert chat(tools=[TOOL], tool_choice="auto").tools == (TOOL,)
     assert chat(tools=[TOOL], tool_choice="none").tools == ()
     assert chat(tools=[], tool_choice="none").tools == ()
+
+
+def test_calls_that_have_to_come():
+    named = {"type": "function", "function": {"name": "f"}}
+    for choice, is_forced, name in [
+        (None, False, None),
+        ("auto", False, None),
+        ("required", True, None),
+        (named, True, "f"),
+    ]:
+        use = chat(tools=[TOOL], tool_choice=choice).tool_use
+        assert (use.tools, use.is_forced, use.named) == ((TOOL,), is_forced, name)
+    assert not chat(tools=[TOOL], tool_choice="none").tool_use.is_forced
+
+
+@pytest.mark.parametrize("read", [chat, completion])
+def test_answers_that_have_to_be_json(read):
+    schema = {"type": "array", "items": {"x-note": None}}
+    described = {"name": "n", "description": None, "strict": False, "schema": schema}
+    assert read(response_format={"type": "json_schema", "json_schema": described}).answer_schema == schema
+    assert read(response_format={"type": "json_object"}).answer_schema == {"type": "object"}
+    assert read(response_format={"type": "text"}).answer_schema is None
+    assert read().answer_schema is None
+
+
+def test_json_is_fine_where_no_tool_is_shown():
+    assert chat(tools=[TOOL], tool_choice="none", response_format={"type": "json_object"}).answer_schema == {
+        "type": "object"
+    }
     assert chat(tools=[{"type": "function", "function": {"name": "f", "parameters": None}}]).tools
     assert chat(reasoning_effort="none").template_kwargs == {"enable_thinking": False}
     assert chat(reasoning_effort="high").template_kwargs == {"enable_thinking": True}
