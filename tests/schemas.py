@@ -18,7 +18,6 @@ import llguidance
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator, FormatChecker
 
-from longcat_pd.errors import InvalidRequest
 from longcat_pd.server.text import TextProcessor
 from longcat_pd.tiny.tokenizer import train
 
@@ -70,11 +69,12 @@ def validator(schema: Any) -> Draft202012Validator:
     return Draft202012Validator(schema, format_checker=FORMATS)
 
 
-def check(grammar: str) -> None:
-    """As the engine does: raise InvalidRequest with the library's words if it does not take the grammar."""
-    words = llguidance.LLMatcher.validate_grammar(grammar, LIBRARY)
-    if words:
-        raise InvalidRequest(words, code="invalid_value")
+def check(grammar: str) -> str:
+    """As the engine does: why the library does not keep a grammar, or empty."""
+    matcher = llguidance.LLMatcher(LIBRARY, grammar, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher.get_error()
 
 
 def accepts(grammar: str, text: str) -> bool:

@@ -2,15 +2,17 @@
 
 Owns which bodies ask for one, where in the body a refusal of the grammar library points to, and what it says. The text of
 a grammar is ``engine/grammar_text.py``, what is enforced of a schema ``schema.py``. Does not know the library: whoever
-calls gives a check of a grammar's text that raises InvalidRequest with the library's own words.
+calls says why a grammar's text cannot be kept, in the library's own words.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
 from typing import Any
 
+from longcat_pd.config.schema import ModelSection
 from longcat_pd.engine.grammar_text import GrammarText, JsonTool, Markup, Reasoning, TaggedTool
 from longcat_pd.errors import InvalidRequest
 from longcat_pd.server.markup import (
@@ -46,22 +48,23 @@ _UNENFORCED = (  # in the library's words, and the keyword
 )
 
 Tool = JsonTool | TaggedTool
-Check = Callable[[str], None]
+Check = Callable[[str], str]
 
 
 class Constraints:
     """Makes the grammars of one checkpoint's answers. Pure: may be used from several threads.
 
     Args:
-        parsers: how the answers are read.
-        text: of the same checkpoint.
-        check: raises InvalidRequest for a grammar that the library does not take; its message holds the library's words.
+        model: says how answers are read.
+        text: of the checkpoint.
+        check: why a grammar cannot be kept, in the library's words, or empty; called by one thread at a time.
     """
 
-    def __init__(self, parsers: Parsers, text: TextProcessor, check: Check) -> None:
-        self._parsers = parsers
+    def __init__(self, model: ModelSection, text: TextProcessor, check: Check) -> None:
+        self.parsers = Parsers(model, text)
         self._text = text
         self._check = check
+        self._lock = Lock()
 
     def grammar(self, body: Body, prompt_token_ids: Sequence[int]) -> str:
         """The text; empty if the answer may be anything. Raises InvalidRequest, with the place in the body."""
@@ -74,9 +77,9 @@ class Constraints:
 
     def _reasoning(self, body: Body, prompt_token_ids: Sequence[int]) -> Reasoning:
         """What of a block of reasoning may come before the answer proper."""
-        if not isinstance(body, ChatBody) or not self._parsers.reads_reasoning:
+        if not isinstance(body, ChatBody) or not self.parsers.reads_reasoning:
             return "none"
-        end = self._parsers.prompt_end(prompt_token_ids).rstrip()
+        end = self.parsers.prompt_end(prompt_token_ids).rstrip()
         if end.endswith(THINK_OPEN):
             return "open"
         is_over = end.endswith(THINK_CLOSE) or body.template_kwargs.get("enable_thinking") is False
@@ -92,7 +95,7 @@ class Constraints:
         return whole
 
     def _calls(self, body: ChatBody, reasoning: Reasoning) -> str:
-        if self._parsers.style is None:
+        if self.parsers.style is None:
             raise InvalidRequest(
                 "the checkpoint has no markup of tool calls, so none can be forced",
                 code="unsupported_parameter",
@@ -106,18 +109,16 @@ class Constraints:
         whole = text.whole(text.calls(tools.values(), only_one=only_one), reasoning)
         if len(whole) > MAX_TEXT:
             raise InvalidRequest(f"the tools take more than {MAX_TEXT} characters as a grammar", param="tools")
-        try:
-            self._check(whole)
-        except InvalidRequest as refusal:
+        if words := self._refusal(whole):
             for path, tool in tools.items():  # which of them it is
                 alone = self._text_of()
                 self._checked(alone.whole(alone.calls([tool], only_one=True), "none"), path)
-            raise _refusal(refusal.message, "tools") from None
+            raise _refused(words, "tools")
         return whole
 
     def _tool(self, function: Mapping[str, Any], path: str) -> Tool:
         name, parameters = function["name"], function.get("parameters")
-        if self._parsers.style == "longcat_xml":
+        if self.parsers.style == "longcat_xml":
             return read_tagged(name, parameters, path)
         if parameters is None:
             return JsonTool(name, {"type": "object"})
@@ -129,17 +130,19 @@ class Constraints:
         return JsonTool(name, schema if definitions is None else {**schema, "$defs": definitions})
 
     def _checked(self, whole: str, path: str) -> None:
-        try:
-            self._check(whole)
-        except InvalidRequest as refusal:
-            raise _refusal(refusal.message, path) from None
+        if words := self._refusal(whole):
+            raise _refused(words, path)
+
+    def _refusal(self, whole: str) -> str:
+        with self._lock:
+            return self._check(whole)
 
 
 def _path(tool: int) -> str:
     return f"tools[{tool}].function.parameters"
 
 
-def _refusal(words: str, path: str) -> InvalidRequest:
+def _refused(words: str, path: str) -> InvalidRequest:
     """The library's refusal as ours: a keyword that it does not enforce here, or a schema that nothing satisfies."""
     place = words.find("failed to compile JSON schema: ")
     match = _WORDS.match(words, max(place, 0))

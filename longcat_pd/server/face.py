@@ -12,9 +12,9 @@ from typing import Any
 
 from longcat_pd.metrics import RequestMetrics
 from longcat_pd.server.answers import AnswerForm
+from longcat_pd.server.constraint import Constraints
 from longcat_pd.server.gate import Gate
 from longcat_pd.server.openai import Body, read_body
-from longcat_pd.server.parsers import Parsers
 from longcat_pd.server.requests import Adopted, Call, Encoded, PromptSource
 from longcat_pd.server.running import Running
 from longcat_pd.server.sampling_defaults import SamplingDefaults
@@ -32,7 +32,7 @@ class Face:
         text: of the same checkpoint.
         gate: lets requests in and can cut them; None: one of its own.
         metrics: where requests are counted; None offline.
-        check_grammar: raises InvalidRequest for the text of a grammar that the ranks would not take.
+        check_grammar: why the ranks would not keep the text of a grammar; empty if they do. Called by one thread at a time.
     """
 
     def __init__(
@@ -42,22 +42,21 @@ class Face:
         *,
         gate: Gate | None = None,
         metrics: RequestMetrics | None = None,
-        check_grammar: Callable[[str], None] = lambda grammar: None,
+        check_grammar: Callable[[str], str] = lambda grammar: "",
     ) -> None:
         self._service = service
         self._text = text
         self.defaults = SamplingDefaults.load(service.model.path)
-        parsers = Parsers(service.model, text)
+        constraints = Constraints(service.model, text, check_grammar)
         self.encoded = Encoded(
             text,
-            parsers=parsers,
-            check_grammar=check_grammar,
+            grammar_of=constraints.grammar,
             model=service.model,
             engine=service.engine_config,
             defaults=self.defaults,
         )
         self._adopted = Adopted(service, text, defaults=self.defaults)
-        self._running = Running(service, parsers.choice, gate=gate or Gate(), metrics=metrics)
+        self._running = Running(service, constraints.parsers.choice, gate=gate or Gate(), metrics=metrics)
 
     def call(self, request_id: str, time_left_s: float) -> Call:
         """What surrounds a body that belongs to no hand-over."""

@@ -17,10 +17,8 @@ from typing import Protocol, TypeVar
 from longcat_pd.config.schema import EngineConfig, ModelSection
 from longcat_pd.engine.request import Request, SamplingParams, TransferRef
 from longcat_pd.errors import InvalidRequest
-from longcat_pd.server.constraint import Check, Constraints
 from longcat_pd.server.fields import out_of_range
 from longcat_pd.server.openai import Body, ChatBody
-from longcat_pd.server.parsers import Parsers
 from longcat_pd.server.prompts import Prompt
 from longcat_pd.server.sampling_defaults import SamplingDefaults
 from longcat_pd.server.service import Service
@@ -47,6 +45,7 @@ class Call:
         return TransferRef(id=f"{self.transfer.id}.{choice}", peer=self.transfer.peer)
 
 
+GrammarOf = Callable[[Body, Sequence[int]], str]  # by the prompt's ids; may be called in any thread
 RequestOf = Callable[[int], Awaitable[Request]]
 
 
@@ -65,14 +64,13 @@ class Encoded:
         self,
         text: TextProcessor,
         *,
-        parsers: Parsers,
-        check_grammar: Check,
+        grammar_of: GrammarOf,
         model: ModelSection,
         engine: EngineConfig,
         defaults: SamplingDefaults,
     ) -> None:
         self._text = text
-        self._constraints = Constraints(parsers, text, check_grammar)
+        self._grammar_of = grammar_of
         self._model = model
         self._max_model_len = engine.max_model_len
         self._defaults = defaults
@@ -135,7 +133,7 @@ class Encoded:
         """
         if body.answer_schema is None and not (isinstance(body, ChatBody) and body.tool_use.is_forced):
             return ""
-        return await asyncio.to_thread(self._constraints.grammar, body, ids)
+        return await asyncio.to_thread(self._grammar_of, body, ids)
 
     def _max_tokens(self, body: Body, num_prompt: int, path: str) -> int:
         room = self._max_model_len - num_prompt

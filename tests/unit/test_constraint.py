@@ -15,14 +15,15 @@ from hypothesis import HealthCheck, given, seed, settings
 from longcat_pd.config.schema import ModelSection
 from longcat_pd.errors import InvalidRequest
 from longcat_pd.server.constraint import Constraints
+from longcat_pd.server.face import Face
 from longcat_pd.server.openai import CHAT_ROUTE, COMPLETIONS_ROUTE, read_body
-from longcat_pd.server.parsers import Parsers
 from longcat_pd.server.schema_formats import FORMATS
 from longcat_pd.server.schema_keywords import REFUSED
 from longcat_pd.server.schema_pattern import PatternError, whole_text
 from longcat_pd.server.text import TextProcessor
 from longcat_pd.server.tool_calls import CallArguments, CallBegan, Text, ToolCallParser
 from tests.schemas import TEXT, accepts, check, draw, parameters, validator
+from tests.unit.fake_service import EOS, FakeService, plays, write_folder
 
 ANSWER = "response_format.json_schema.schema"
 PARAMETERS = "tools[0].function.parameters"
@@ -34,7 +35,7 @@ PLAIN = TEXT.encode(" ASSISTANT:")
 
 def constraints(style="longcat", reasoning="longcat", text=TEXT, check_grammar=check):
     model = ModelSection(path="x", tool_parser=style, reasoning_parser=reasoning)
-    return Constraints(Parsers(model, text), text, check_grammar)
+    return Constraints(model, text, check_grammar)
 
 
 def answer_body(schema, route=COMPLETIONS_ROUTE, **fields):
@@ -398,3 +399,28 @@ def test_nothing_can_be_forced_without_markup():
 def test_a_checkpoint_without_tokenizer():
     error = refusal(lambda: constraints(text=TextProcessor(600)).grammar(answer_body({}), [1]))
     assert (error.code, error.param) == ("tokenizer_missing", "response_format")
+
+
+async def test_the_grammar_reaches_every_choice(tmp_path):
+    asked = []
+    service = FakeService(folder := write_folder(tmp_path), plays([EOS]))
+    face = Face(service, TextProcessor.load(folder), check_grammar=lambda grammar: asked.append(grammar) or "")
+    body = answer_body({"type": "integer"}, CHAT_ROUTE, n=2)
+    request_of = await face.encoded.open(body, face.call("r", 9))
+    assert [(await request_of(choice)).sampling.grammar for choice in (0, 1)] == asked * 2
+    assert "%json" in asked[0]
+    plain = await face.encoded.open(read_body(CHAT_ROUTE, {"messages": [USER]}, "tiny"), face.call("r", 9))
+    assert (await plain(0)).sampling.grammar == ""
+
+
+async def test_the_librarys_refusal_is_the_clients_error(tmp_path):
+    service = FakeService(folder := write_folder(tmp_path), plays([EOS]))
+    face = Face(
+        service,
+        TextProcessor.load(folder),
+        check_grammar=lambda grammar: "at 1(8): failed to compile JSON schema: schema too large",
+    )
+    with pytest.raises(InvalidRequest) as caught:
+        await face.encoded.open(answer_body({}), face.call("r", 9))
+    assert (caught.value.code, caught.value.param) == ("unsupported_parameter", ANSWER)
+    assert "at 1(8)" not in caught.value.message
