@@ -14,8 +14,8 @@ from fastapi import FastAPI, Request, Response
 from longcat_pd.config.schema import LoadBalancerConfig
 from longcat_pd.metrics import Metrics
 from longcat_pd.server.about_routes import Endpoint, Routes, about_table
+from longcat_pd.server.checked_face import checked_face
 from longcat_pd.server.envelope import dress
-from longcat_pd.server.face import Face
 from longcat_pd.server.gate import Gate
 from longcat_pd.server.intake import KeyRing
 from longcat_pd.server.service import Service
@@ -47,7 +47,7 @@ def create_app(
         gate: ``Gate(front.max_inflight)``; the caller drains and cuts it at the end of the process.
         front: limits and key files; of a worker ``worker_front``. A key file without a key is a ConfigError.
     """
-    face = Face(service, text, gate=gate, metrics=metrics.requests)
+    face = checked_face(service, text, gate=gate, metrics=metrics.requests)
     about = about_table(service, gate, face.defaults, metrics)
     work = work_table(face, service, text, front=front, metrics=metrics.http)
     app = FastAPI(openapi_url=None, redirect_slashes=False)

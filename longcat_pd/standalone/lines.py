@@ -12,7 +12,7 @@ from typing import TextIO
 from longcat_pd.clock import MonotonicClock
 from longcat_pd.config.schema import InstanceSpec
 from longcat_pd.errors import ConfigError
-from longcat_pd.server.face import Face
+from longcat_pd.server.checked_face import checked_face
 from longcat_pd.server.run import STATUS_FAULT, STATUS_OK
 from longcat_pd.server.text import TextProcessor
 from longcat_pd.standalone.batch import answer_in_order
@@ -34,7 +34,7 @@ async def answer_file(spec: InstanceSpec, lines: Sequence[tuple[int, bytes]], ou
     """Answer every line; the exit status. Raises ConfigError."""
     spec = unattended(spec)
     service = offline(spec) if spec.parallel.world_size == 1 else over_processes(spec, MonotonicClock()).service
-    face = Face(service, TextProcessor.load(spec.model.path))
+    face = checked_face(service, TextProcessor.load(spec.model.path))
     try:
         await service.start()
         await answer_in_order(face, lines, out, width=2 * spec.engine.max_num_seqs)
