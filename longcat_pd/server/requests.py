@@ -142,7 +142,9 @@ class Encoded:
             wanted = max(min(self._model.default_max_tokens, room), 1)
         if wanted > room:
             raise InvalidRequest(
-                f"prompt of {num_prompt} tokens + max_tokens of {wanted} exceed the context of {self._max_model_len}",
+                "context_length_exceeded: "  # this and the next words are what client libraries look for
+                f"this model's maximum context length is {self._max_model_len} tokens; "
+                f"the prompt has {num_prompt} and max_tokens is {wanted}",
                 code="context_length_exceeded",
                 param=path,
             )
