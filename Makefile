@@ -1,10 +1,15 @@
 # check: format, lint, types, floors · test: everything that is not slow · parity, fault: all of their folder · bench: docs/benchmarks.md · bench-stages: the path of one decode step (WRITE=1: docs/benchmarks.md)
+# test-clients: public clients and load generators, unmodified, each in an environment of its own (WRITE=1: docs/clients.md)
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/dev-installed
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q
 
-.PHONY: check test parity fault bench bench-stages clean
+CLIENTS := .venv-clients
+CLIENT_ENVIRONMENTS := $(patsubst tests/clients/requirements/%.txt,$(CLIENTS)/%/installed,$(wildcard tests/clients/requirements/*.txt))
+NODE_CLIENTS := tests/clients/node/node_modules/installed
+
+.PHONY: check test parity fault bench bench-stages test-clients clean
 
 $(STAMP): pyproject.toml
 	test -x $(PYTHON) || python3 -m venv $(VENV)
@@ -31,6 +36,18 @@ bench: $(STAMP)
 
 bench-stages: $(STAMP)
 	OMP_NUM_THREADS=1 $(PYTHON) -m longcat_pd.bench.stages $(if $(WRITE),--write docs/benchmarks.md)
+
+$(CLIENTS)/%/installed: tests/clients/requirements/%.txt
+	python3 -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	touch $@
+
+$(NODE_CLIENTS): tests/clients/node/package-lock.json
+	npm ci --no-fund --no-audit --prefix $(<D)
+	touch $@
+
+test-clients: $(STAMP) $(CLIENT_ENVIRONMENTS) $(NODE_CLIENTS)
+	OMP_NUM_THREADS=1 $(PYTHON) -m tests.clients --environments $(CLIENTS) $(if $(WRITE),--write docs/clients.md)
 
 clean:
 	rm -rf .mypy_cache .ruff_cache .pytest_cache build dist

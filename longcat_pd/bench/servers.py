@@ -50,13 +50,15 @@ def quantized(source: Path, folder: Path) -> Path:
 
 
 @contextmanager
-def engine(model: Path, port: int, *, folder: Path, settings: Sequence[str] = ()) -> Iterator[Served]:
-    """`longcat-pd serve`: both phases in one engine."""
+def engine(
+    model: Path, port: int, *, folder: Path, settings: Sequence[str] = (), more: Sequence[str] = ()
+) -> Iterator[Served]:
+    """`longcat-pd serve`: both phases in one engine. ``more``: other arguments of the command."""
     log = folder / f"serve-{port}.log"
     command = [sys.executable, "-m", "longcat_pd.cli", "serve", "--model", str(model), "--port", str(port)]
     began = time.monotonic()
     with log.open("wb") as output:
-        process = subprocess.Popen([*command, *_set(settings)], stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen([*command, *_set(settings), *more], stdout=output, stderr=subprocess.STDOUT)
     try:
         _wait_until_ready(f"http://127.0.0.1:{port}", process, log=log)
         yield Served(url=f"http://127.0.0.1:{port}", start_s=time.monotonic() - began, pids={"engine": process.pid})

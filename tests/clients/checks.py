@@ -92,9 +92,7 @@ def wait_until_idle(settings: SimpleNamespace) -> None:
 
 def admin(settings: SimpleNamespace, verb: str) -> None:
     """``drain`` or ``undrain`` the server itself."""
-    request = urllib.request.Request(
-        f"{settings.url}/admin/{verb}", b"{}", _headers(settings.admin_key), method="POST"
-    )
+    request = urllib.request.Request(f"{settings.url}/admin/{verb}", b"{}", _headers(settings.admin_key), method="POST")
     with urllib.request.urlopen(request, timeout=10):
         pass
 

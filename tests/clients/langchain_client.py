@@ -81,7 +81,9 @@ def bind_tools(s: SimpleNamespace) -> None:
 @suite.check("bind_tools: any, by name, strict")
 def forced_tools(s: SimpleNamespace) -> None:
     for choice in ("any", "plan"):
-        (call,) = chat(s).bind_tools([plan], tool_choice=choice, parallel_tool_calls=False, strict=True).invoke(USER).tool_calls
+        (call,) = (
+            chat(s).bind_tools([plan], tool_choice=choice, parallel_tool_calls=False, strict=True).invoke(USER).tool_calls
+        )
         assert call["name"] == "plan" and call["args"]["city"] in ("Rome", "Oslo"), call
 
 

@@ -89,9 +89,11 @@ def tools(s: SimpleNamespace) -> None:
 @suite.check("tools: required, by name")
 def forced(s: SimpleNamespace) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "plan"}}):
-        (call,) = litellm.completion(**ask(s, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False)).choices[
-            0
-        ].message.tool_calls
+        (call,) = (
+            litellm.completion(**ask(s, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False))
+            .choices[0]
+            .message.tool_calls
+        )
         assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo"), call
 
 
@@ -99,7 +101,9 @@ def forced(s: SimpleNamespace) -> None:
 def structured(s: SimpleNamespace) -> None:
     answer = litellm.completion(**ask(s, response_format=Journey))
     Journey.model_validate_json(answer.choices[0].message.content)
-    free = litellm.completion(**ask(s, response_format={"type": "json_object"}, temperature=1, seed=3, max_tokens=400)).choices[0]
+    free = litellm.completion(
+        **ask(s, response_format={"type": "json_object"}, temperature=1, seed=3, max_tokens=400)
+    ).choices[0]
     if free.finish_reason == "stop":
         assert isinstance(json.loads(free.message.content), dict)
 

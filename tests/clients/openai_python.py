@@ -100,7 +100,11 @@ def chat(s: SimpleNamespace) -> None:
 def fields(s: SimpleNamespace) -> None:
     messages = [
         {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "the plan?"}], "name": "ann"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "the plan?"}],
+            "name": "ann",
+        },
         {"role": "assistant", "content": "Which?"},
         *USER,
     ]
@@ -271,9 +275,7 @@ def parse_tool(s: SimpleNamespace) -> None:
 def keyword(s: SimpleNamespace) -> None:
     schema = {**SCHEMA, "unevaluatedProperties": False, "dependentSchemas": {"city": {"minProperties": 2}}}
     wanted = {"type": "json_schema", "json_schema": {"name": "journey", "schema": schema}}
-    error = failed(
-        openai.BadRequestError, lambda: client_of(s).chat.completions.create(**GREEDY, response_format=wanted)
-    )
+    error = failed(openai.BadRequestError, lambda: client_of(s).chat.completions.create(**GREEDY, response_format=wanted))
     assert "unevaluatedProperties" in str(error) or "dependentSchemas" in str(error), error
 
 
