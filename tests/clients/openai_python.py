@@ -360,6 +360,14 @@ def refused(s: SimpleNamespace) -> None:
     same(failed(openai.NotFoundError, call).code, "unknown_route")
 
 
+@suite.check("413 APIStatusError: a body that is too large")
+def too_large(s: SimpleNamespace) -> None:
+    client, sent = counting(s, max_retries=2)
+    large = {**GREEDY, "messages": [{"role": "user", "content": "x" * 40_000_000}]}
+    error = failed(openai.APIStatusError, lambda: client.chat.completions.create(**large))
+    same((error.status_code, error.code, len(sent)), (413, "body_too_large", 1))
+
+
 @suite.check("504 InternalServerError, not repeated")
 def deadline(s: SimpleNamespace) -> None:
     client, sent = counting(s, max_retries=2)

@@ -1,7 +1,7 @@
 """A small checkpoint that says something known: a short text and one tool call, then the end.
 
 A random model never writes a tool call by itself, so no client could be shown parsing one. Here every token decides the
-next one: behind the prompt of an assistant's turn comes ``ANSWER``, token by token; behind any other token comes the next id.
+next one: behind the prompt of an assistant's turn comes ``ANSWER``, token by token; behind any other token another id.
 All parts of the model still compute, with branches too weak to change what is said.
 """
 

@@ -180,6 +180,12 @@ const checks = {
     assert.equal(error.code, 'model_not_found');
     await failed(OpenAI.NotFoundError, () => clientOf().embeddings.create({ model: '', input: 'x' }));
   },
+  '413 APIError: a body that is too large': async () => {
+    const [client, sent] = counting({ maxRetries: 2 });
+    const large = { ...greedy, messages: [{ role: 'user', content: 'x'.repeat(40_000_000) }] };
+    const error = await failed(OpenAI.APIError, () => client.chat.completions.create(large));
+    assert.deepEqual([error.status, error.code, sent.length], [413, 'body_too_large', 1]);
+  },
   '504 InternalServerError, not repeated': async () => {
     const [client, sent] = counting({ maxRetries: 2 });
     const options = { headers: { 'X-Request-Timeout': '0.5' } };
