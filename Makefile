@@ -1,15 +1,10 @@
 # check: format, lint, types, floors · test: everything that is not slow · parity, fault: all of their folder · bench: docs/benchmarks.md · bench-stages: the path of one decode step (WRITE=1: docs/benchmarks.md)
-# test-clients: public clients and load generators, unmodified, each in an environment of its own (WRITE=1: docs/clients.md)
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/dev-installed
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q
 
-CLIENTS := .venv-clients
-CLIENT_ENVIRONMENTS := $(patsubst tests/clients/requirements/%.txt,$(CLIENTS)/%/installed,$(wildcard tests/clients/requirements/*.txt))
-NODE_CLIENTS := tests/clients/node/node_modules/installed
-
-.PHONY: check test parity fault bench bench-stages test-clients clean
+.PHONY: check test parity fault bench bench-stages clean
 
 $(STAMP): pyproject.toml
 	test -x $(PYTHON) || python3 -m venv $(VENV)
@@ -37,6 +32,15 @@ bench: $(STAMP)
 bench-stages: $(STAMP)
 	OMP_NUM_THREADS=1 $(PYTHON) -m longcat_pd.bench.stages $(if $(WRITE),--write docs/benchmarks.md)
 
+# Public clients and load generators, unmodified, each in an environment of its own (WRITE=1: docs/clients.md).
+CLIENTS := .venv-clients
+CLIENT_ENVIRONMENTS := $(patsubst tests/clients/requirements/%.txt,$(CLIENTS)/%/installed,$(wildcard tests/clients/requirements/*.txt))
+NODE_CLIENTS := tests/clients/node/node_modules/installed
+
+.PHONY: test-clients
+test-clients: $(STAMP) $(CLIENT_ENVIRONMENTS) $(NODE_CLIENTS)
+	OMP_NUM_THREADS=1 $(PYTHON) -m tests.clients --environments $(CLIENTS) $(if $(WRITE),--write docs/clients.md)
+
 $(CLIENTS)/%/installed: tests/clients/requirements/%.txt
 	python3 -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
@@ -45,9 +49,6 @@ $(CLIENTS)/%/installed: tests/clients/requirements/%.txt
 $(NODE_CLIENTS): tests/clients/node/package-lock.json
 	npm ci --no-fund --no-audit --prefix $(<D)
 	touch $@
-
-test-clients: $(STAMP) $(CLIENT_ENVIRONMENTS) $(NODE_CLIENTS)
-	OMP_NUM_THREADS=1 $(PYTHON) -m tests.clients --environments $(CLIENTS) $(if $(WRITE),--write docs/clients.md)
 
 clean:
 	rm -rf .mypy_cache .ruff_cache .pytest_cache build dist
