@@ -250,7 +250,7 @@ def json_answers(s: SimpleNamespace) -> None:
     assert text.message.content.startswith(s.content)
 
 
-@suite.check("parse(): a pydantic model; a streamed one; its refusal")
+@suite.check("parse(): a pydantic model, streamed too; cut short, LengthFinishReasonError")
 def parse(s: SimpleNamespace) -> None:
     client = client_of(s)
     message = helpers(client).parse(**GREEDY, response_format=Journey).choices[0].message
@@ -415,7 +415,7 @@ def draining(s: SimpleNamespace) -> str:
 @suite.check("429 RateLimitError; a retry gets through")
 def rate_limit(s: SimpleNamespace) -> str | None:
     if not s.narrow_url:
-        return "no server with a limit here"
+        return "not run: `serve` has no option for the limit"
     with client_of(s, base_url=f"{s.narrow_url}/v1").chat.completions.create(
         **GREEDY, stream=True, max_tokens=3000, extra_body=LONG
     ) as running:
