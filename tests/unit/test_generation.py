@@ -392,6 +392,7 @@ async def test_the_length_of_the_context(folder):
         answer = await post(service, COMPLETIONS, {"prompt": prompt, "max_tokens": max_tokens})
         error = answer.json()["error"]
         assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+        assert "context_length_exceeded: this model's maximum context length is " in error["message"]  # clients look for it
         assert (
             str(len(prompt)) in error["message"] and str(max_tokens or 16) in error["message"] and "512" in error["message"]
         )
