@@ -9,15 +9,15 @@ from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI, Request, Response
 
-from longcat_pd import log
-from longcat_pd.errors import InvalidRequest, NotFound
+from longcat_pd.errors import NotFound
+from longcat_pd.load_balancer.admin_routes import admin_routes
 from longcat_pd.load_balancer.face import Face
 from longcat_pd.load_balancer.generation import Generation, forward
 from longcat_pd.metrics import CONTENT_TYPE
-from longcat_pd.server.admin import named_instance
 from longcat_pd.server.envelope import dress
 from longcat_pd.server.errors import json_response
 from longcat_pd.server.openai import CHAT_ROUTE, COMPLETIONS_ROUTE
+from longcat_pd.server.openapi import PATH, document
 from longcat_pd.server.sse import while_connected
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -29,7 +29,7 @@ def create_app(face: Face) -> FastAPI:
     gets: dict[str, Endpoint] = {**_open_routes(face), **_client_gets(face)}
     posts: dict[str, Endpoint] = _client_posts(face)
     if face.keys.admin is not None:
-        posts |= _admin_routes(face)
+        posts |= admin_routes(face)
     for method, routes in (("GET", gets), ("POST", posts)):
         for path, endpoint in routes.items():
             app.add_route(path, endpoint, methods=[method])  # GET answers HEAD as well
@@ -58,7 +58,12 @@ def _open_routes(face: Face) -> dict[str, Endpoint]:
     async def metrics(_: Request) -> Response:
         return Response(face.means.metrics.render(), media_type=CONTENT_TYPE)
 
-    return {"/health": health, "/ready": ready, "/health_generate": health_generate, "/metrics": metrics}
+    described = document(has_keys=face.keys.client is not None, has_admin_keys=face.keys.admin is not None)
+
+    async def describe(_: Request) -> Response:
+        return json_response(described)
+
+    return {"/health": health, "/ready": ready, "/health_generate": health_generate, "/metrics": metrics, PATH: describe}
 
 
 def _client_gets(face: Face) -> dict[str, Endpoint]:
@@ -114,29 +119,3 @@ def _client_posts(face: Face) -> dict[str, Endpoint]:
         "/detokenize": through_prefill,
         "/flush_cache": flush_cache,
     }
-
-
-def _admin_routes(face: Face) -> dict[str, Endpoint]:
-    async def switch(request: Request, *, draining: bool) -> Response:
-        face.check_admin(request)
-        name = await named_instance(request)
-        if name is None:
-            face.gate.is_draining = draining
-            num_open = face.gate.num_open
-        else:
-            instance = face.means.pool.drain(name, out=draining)
-            if instance is None:
-                known = ", ".join(face.means.pool.instances)
-                raise InvalidRequest(f"instance = {name!r} is not one of {known}", param="instance")
-            num_open = instance.open_legs
-        if draining:
-            log.logger().info("drain_started", target=name or face.served.instance, open=num_open)
-        return json_response({"draining": draining, "open": num_open}, status=202)
-
-    async def drain(request: Request) -> Response:
-        return await switch(request, draining=True)
-
-    async def undrain(request: Request) -> Response:
-        return await switch(request, draining=False)
-
-    return {"/admin/drain": drain, "/admin/undrain": undrain}

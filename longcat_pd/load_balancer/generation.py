@@ -17,13 +17,14 @@ from longcat_pd.server.errors import ClientGone, Receive, Scope, Send
 from longcat_pd.server.intake import read_bytes, time_limit_of
 from longcat_pd.server.openai import decode_body, read_body
 from longcat_pd.server.sse import while_connected
+from longcat_pd.server.text_bodies import TEXT_READERS
 
 
 async def forward(face: Face, request: Request) -> Response:
     """A route that a prefill instance answers whole."""
     limit_s = time_limit_of(request, face.config.request_timeout_s)
     body = await read_bytes(request, face.config.max_body_bytes)
-    decode_body(body)
+    TEXT_READERS[request.url.path](decode_body(body), face.served.name)
     instance = face.means.pool.a_prefill()
     request_id = request.scope["state"]["request_id"]
     headers = {**_trace_of(request), "content-type": "application/json", "x-request-id": request_id}

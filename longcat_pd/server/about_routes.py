@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastapi import Request, Response
 
@@ -17,6 +18,7 @@ from longcat_pd.server.about import About
 from longcat_pd.server.admin import named_instance
 from longcat_pd.server.errors import json_response
 from longcat_pd.server.gate import Gate
+from longcat_pd.server.openapi import PATH, document
 from longcat_pd.server.sampling_defaults import SamplingDefaults
 from longcat_pd.server.service import Service
 
@@ -34,13 +36,22 @@ class RouteTable:
     admin_posts: Routes = field(default_factory=dict)
 
 
-def about_table(service: Service, gate: Gate, defaults: SamplingDefaults, metrics: Metrics) -> RouteTable:
-    """What every instance tells; the model is told of by the server that clients talk to."""
+def about_table(
+    service: Service,
+    gate: Gate,
+    *,
+    defaults: SamplingDefaults,
+    metrics: Metrics,
+    has_keys: bool,
+    has_admin_keys: bool,
+) -> RouteTable:
+    """What every instance tells; the model and the API are told of by the server that clients talk to."""
     about = About(service, gate, defaults)
     metrics.refresh_with(lambda: about.refresh(metrics))
     opens, gets = _open_routes(about, metrics), _information_routes(about)
     if service.role == "standalone":
         gets |= _model_routes(about)
+        opens |= _document_route(document(has_keys=has_keys, has_admin_keys=has_admin_keys))
     return RouteTable(
         open_gets=opens, gets=gets, posts=_flush_routes(service), admin_posts=_admin_routes(service.name, gate)
     )
@@ -59,6 +70,13 @@ def _open_routes(about: About, metrics: Metrics) -> Routes:
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
     return {"/health": health, "/ready": ready, "/metrics": render}
+
+
+def _document_route(described: dict[str, Any]) -> Routes:
+    async def describe(_: Request) -> Response:
+        return json_response(described)
+
+    return {PATH: describe}
 
 
 def _information_routes(about: About) -> Routes:

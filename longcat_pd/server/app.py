@@ -48,7 +48,14 @@ def create_app(
         front: limits and key files; of a worker ``worker_front``. A key file without a key is a ConfigError.
     """
     face = checked_face(service, text, gate=gate, metrics=metrics.requests)
-    about = about_table(service, gate, face.defaults, metrics)
+    about = about_table(
+        service,
+        gate,
+        defaults=face.defaults,
+        metrics=metrics,
+        has_keys=front.api_key_file is not None,
+        has_admin_keys=front.admin_key_file is not None,
+    )
     work = work_table(face, service, text, front=front, metrics=metrics.http)
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     client_keys = KeyRing.load(front.api_key_file) if front.api_key_file else None

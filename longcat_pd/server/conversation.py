@@ -14,7 +14,7 @@ from longcat_pd.server.fields import Fields, missing, out_of_range, parse_json, 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_TOOLS = 128
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def read_messages(body: Fields) -> tuple[dict[str, Any], ...]:
@@ -126,8 +126,8 @@ def read_tools(body: Fields) -> ToolUse:
         function = Fields.of(fields.get("function"), fields.path("function"))
         function.required("name")
         name = function.text("name") or ""
-        if not _TOOL_NAME.fullmatch(name):
-            raise out_of_range(function.path("name"), name, _TOOL_NAME.pattern)
+        if not TOOL_NAME.fullmatch(name):
+            raise out_of_range(function.path("name"), name, TOOL_NAME.pattern)
         if name in names:
             raise InvalidRequest(f"{function.path('name')} = {name!r} occurs twice", param=function.path("name"))
         names.add(name)

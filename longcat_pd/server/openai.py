@@ -28,7 +28,7 @@ MAX_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16
 _SEED = 2**63
 _MAX_ID_DIGITS = 20  # what is longer is no id of any vocabulary, and no number that is quickly read
-_INERT: dict[str, tuple[Any, ...]] = {
+INERT: dict[str, tuple[Any, ...]] = {
     "echo": (),
     "suffix": ("",),
     "prompt_logprobs": (),
@@ -269,7 +269,7 @@ def _logit_bias(body: Fields) -> tuple[tuple[int, float], ...]:
 
 def _refused(body: Fields, n: int) -> None:
     for name, value in body.values.items():
-        allowed = _INERT.get(name, () if name.startswith("guided_") else None)
+        allowed = INERT.get(name, () if name.startswith("guided_") else None)
         if allowed is not None and not _is_inert(value, allowed):
             raise unsupported(name, value)
     best_of = body.get("best_of")
@@ -281,7 +281,7 @@ def _refused(body: Fields, n: int) -> None:
 
 
 def _is_inert(value: Any, also: tuple[Any, ...] = ()) -> bool:
-    return value is None or value is False or value == 0 or value == [] or value in also
+    return value is None or value is False or value == 0 or value == [] or (value in also and value is not True)
 
 
 def _response_format(body: Fields, *, has_tools: bool) -> dict[str, Any] | None:
@@ -328,6 +328,6 @@ def _template_kwargs(body: Fields) -> dict[str, Any]:
     for name in _TEMPLATE_FLAGS:
         given.flag(name)
     for name, inert in (("chat_template", None), ("continue_final_message", False), ("add_generation_prompt", True)):
-        if given.get(name) not in (None, inert):
+        if given.get(name) is not None and given.get(name) is not inert:
             raise unsupported(given.path(name), given.get(name))
     return {**kwargs, **{name: value for name, value in given.values.items() if value is not None}}

@@ -10,12 +10,12 @@ from fastapi import Request, Response
 from longcat_pd.config.schema import LoadBalancerConfig
 from longcat_pd.server.about_routes import Endpoint, Routes
 from longcat_pd.server.errors import json_response
-from longcat_pd.server.fields import Fields, as_integer
 from longcat_pd.server.intake import read_bytes, time_limit_of
-from longcat_pd.server.openai import decode_body, read_chat
+from longcat_pd.server.openai import decode_body
 from longcat_pd.server.requests import Encoded
 from longcat_pd.server.service import Service
 from longcat_pd.server.text import TextProcessor
+from longcat_pd.server.text_bodies import PlainText, read_detokenize, read_tokenize
 
 
 class Tokenization:
@@ -28,21 +28,17 @@ class Tokenization:
 
     async def tokenize(self, values: dict[str, Any]) -> dict[str, Any]:
         """Ids of a prompt or of a conversation. Raises InvalidRequest."""
-        fields = Fields(values)
-        adds_special = fields.flag("add_special_tokens") is not False
-        if fields.get("messages") is None:
-            fields.required("prompt")
-            tokens = await self._encoded.encode_text(fields.text("prompt") or "", adds_special=adds_special)
+        body = read_tokenize(values, self._service.model.served_name)
+        if isinstance(body, PlainText):
+            tokens = await self._encoded.encode_text(body.prompt, adds_special=body.adds_special)
         else:
-            tokens = await self._encoded.encode_chat(read_chat(fields, self._service.model.served_name))
+            tokens = await self._encoded.encode_chat(body)
         max_model_len = self._service.engine_config.max_model_len
         return {"tokens": tokens, "count": len(tokens), "max_model_len": max_model_len}
 
     async def detokenize(self, values: dict[str, Any]) -> dict[str, Any]:
         """The text of ids, special tokens included. Raises InvalidRequest."""
-        fields = Fields(values)
-        fields.required("tokens")
-        ids = [as_integer(value, f"tokens[{i}]") for i, value in enumerate(fields.items("tokens") or [])]
+        ids = read_detokenize(values, self._service.model.served_name)
         self._text.need_tokenizer("tokens")
         self._text.check_ids(ids, "tokens")
         text = self._text.raw(ids)

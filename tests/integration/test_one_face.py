@@ -105,10 +105,11 @@ GOOD = [
     Asked("GET", "/v1/models"),
     Asked("GET", f"/v1/models/{NAME}"),
     Asked("GET", "/model_info"),
+    Asked("GET", "/openapi.json"),
 ]
 
 REFUSED = [
-    *(Asked("GET", path) for path in ("/", "/nothing", "/health/", "/docs", "/openapi.json", "/v1", "/v1/models/other")),
+    *(Asked("GET", path) for path in ("/", "/nothing", "/health/", "/docs", "/v1", "/v1/models/other")),
     *(Asked("POST", path) for path in ("/health", "/ready", "/metrics", "/v1/models", "/server_info", "/v1/models/x")),
     *(Asked(method, path) for method in ("GET", "DELETE", "OPTIONS") for path in (CHAT, "/tokenize", "/flush_cache")),
     *(raw(path, b"{") for path in (CHAT, COMPLETIONS, "/tokenize", "/detokenize")),
@@ -292,7 +293,7 @@ async def test_what_a_route_answers_is_the_same_at_both(tmp_path: Path) -> None:
                 assert (await both.compare(asked, key=wrong)).json()["error"]["code"] == "invalid_api_key"
             assert (await both.compare(asked, key=ADMIN)).status_code == 401
         assert len({await _fingerprint(client) for client in both}) == 2
-        for name in ("/health", "/health_generate"):
+        for name in ("/health", "/health_generate", "/openapi.json"):
             assert (await both.compare(Asked("GET", name), key="")).status_code == 200
         statuses = [(await both.compare(asked, key=ADMIN if "admin" in asked.path else CLIENT)).status_code
                     for asked in ADMIN_ROUTES]  # fmt: skip
