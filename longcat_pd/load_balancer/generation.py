@@ -102,8 +102,9 @@ class _AsgiClient:
 
 
 def _trace_of(request: Request) -> dict[str, str]:
-    """The client's headers that travel on to the workers, beside the request id."""
-    return {name: request.headers[name] for name in ("traceparent", "tracestate") if name in request.headers}
+    """The client's headers that travel on to the workers, beside the request id; not what no header may hold."""
+    given = {name: request.headers.get(name, "") for name in ("traceparent", "tracestate")}
+    return {name: value for name, value in given.items() if value and value.isascii() and value.isprintable()}
 
 
 async def _gone(receive: Receive) -> None:

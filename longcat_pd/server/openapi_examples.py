@@ -91,6 +91,13 @@ REQUESTS: dict[str, dict[str, Any]] = {
             "ignore_eos": True,
             "stop_token_ids": [9],
         },
+        "stream": {
+            "prompt": "A long river",
+            "max_tokens": 16,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "response_format": {"type": "text"},
+        },
         "several prompts": {"prompt": ["A long river", "A high mountain"], "n": 2, "seed": 1, "max_tokens": 8},
     },
     "/tokenize": {
