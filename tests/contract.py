@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -119,3 +120,45 @@ def fields(contract: Contract, schema: Mapping[str, Any], path: str = "") -> Ite
         here = f"{path}.{name}" if path else name
         yield here
         yield from fields(contract, inner, here)
+
+
+def narrowed(given: Mapping[str, Any], *, model: str, vocab_size: int) -> dict[str, Any]:
+    """The document with what a server knows beyond it: one model, one vocabulary, and how long a test may take.
+
+    Bodies that fit are accepted, but for relations between fields that no schema can say.
+    """
+    changed: dict[str, Any] = copy.deepcopy(dict(given))
+    schemas = changed["components"]["schemas"]
+    ids = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
+    text = {"type": "string", "minLength": 1, "maxLength": 40}
+    for name in ("ChatBody", "CompletionBody", "TokenizeText", "DetokenizeBody"):
+        schemas[name]["properties"]["model"] = {"enum": ["", None, model]}
+    for name in ("ChatBody", "CompletionBody"):
+        fields_of = schemas[name]["properties"]
+        fields_of["max_tokens"] = fields_of["max_completion_tokens"] = {"type": "integer", "minimum": 1, "maximum": 3}
+        fields_of["min_tokens"] = {"enum": [0, 1, None]}
+        fields_of["n"] = {"enum": [1, 2, None]}
+        fields_of["best_of"] = {"enum": [0, 1, None, False]}
+        fields_of["stop_token_ids"]["items"] = ids
+        fields_of["logit_bias"]["propertyNames"] = {"enum": [str(token_id) for token_id in range(9)]}
+    chat = schemas["ChatBody"]["properties"]
+    chat["messages"]["maxItems"] = 4
+    chat["top_logprobs"] = {"enum": [0, None]}
+    chat["tools"] = {"type": ["array", "null"], "maxItems": 1, "items": schemas["Tool"]}
+    chat["tool_choice"] = {"enum": ["auto", "none", None]}
+    chat["response_format"] = schemas["CompletionBody"]["properties"]["response_format"] = schemas["TextFormat"]
+    chat["chat_template_kwargs"]["additionalProperties"] = False
+    schemas["Call"]["properties"]["function"]["properties"]["arguments"] = {"enum": ["{}", '{"a": 1}']}
+    schemas["TokenizeText"]["properties"]["prompt"] = text
+    schemas["InstanceBody"]["properties"]["instance"] = {"type": "null"}
+    schemas["DetokenizeBody"]["properties"]["tokens"] = {"type": "array", "maxItems": 20, "items": ids}
+    id_list = {"type": "array", "items": ids, "minItems": 1, "maxItems": 20}
+    schemas["CompletionBody"]["properties"]["prompt"] = {
+        "anyOf": [
+            text,
+            id_list,
+            *({"type": "array", "minItems": 1, "maxItems": 1, "items": one} for one in (text, id_list)),
+        ]
+    }
+    changed["components"]["parameters"]["RequestTimeout"]["schema"] = {"enum": ["30", "60.5"]}
+    return changed

@@ -19,11 +19,13 @@ from longcat_pd import log
 from longcat_pd.config import resolve
 from longcat_pd.config.schema import LoadBalancerConfig
 from longcat_pd.tiny.make import write_tiny
+from tests.contract import Contract
 from tests.topology import cluster_file, pools, standalone
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CLIENT, ADMIN = "key-of-a-client-é", "key-of-the-operator"
 NAME = "longcat/tiny"
+CONTRACT = Contract()
 MAX_BODY = 4096
 
 # what may differ: when it was made, and the layout that made it; the request id is given, so the ids made of it are equal
@@ -200,6 +202,7 @@ class Both(NamedTuple):
         assert _told(found) == _told(expected), str(asked)
         assert _headers(found) == _headers(expected), str(asked)
         assert found.headers["x-request-id"] == "asked-twice"
+        CONTRACT.check(asked.method, asked.path, status=found.status_code, headers=found.headers, content=found.content)
         return found
 
 
