@@ -89,13 +89,19 @@ class Contract:
         described = response["content"][kind]
         if kind == _EVENTS:
             for event in events(content.decode()):
-                self._check_json(described["x-event-schema"], event.encode())
+                self._check_json(event_schema(described), event.encode())
         elif kind == "application/json":
             self._check_json(described["schema"], content)
 
     def _check_json(self, schema: Mapping[str, Any], content: bytes) -> None:
         errors = list(self.judge(schema).iter_errors(json.loads(content)))
         assert not errors, f"{content[:2000]!r}: {errors[0]}"
+
+
+def event_schema(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the JSON in a stream's events."""
+    schema: dict[str, Any] = described["schema"]["properties"]["data"]["anyOf"][1]["contentSchema"]
+    return schema
 
 
 def events(text: str) -> list[str]:

@@ -92,8 +92,8 @@ def judged(path: str, raw: bytes, headers: Mapping[str, str], *, name: str, calm
         read(path, values, name)
     except LongcatError as error:
         return Shot(path, raw, headers, error)
-    if calm and path not in TEXT_READERS:
-        changed = {**values, "max_completion_tokens": 2, "min_tokens": None}
+    if calm and path not in TEXT_READERS and not values.get("min_tokens"):
+        changed = {**values, "max_completion_tokens": 2}
         return Shot(path, json.dumps(changed).encode(), headers, None, changed)
     return Shot(path, raw, headers, None, values)
 

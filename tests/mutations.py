@@ -14,7 +14,7 @@ from longcat_pd.server.openapi_examples import REQUESTS
 
 NAN = float("nan")
 VALUES: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 3, 0.5, 1.0, 16.0, -2.1, 2.1, 20, 21, 64, 65, 100, 101, -101, 1024, 4096, 1e308, -1e-308,
+    None, True, False, 0, 1, -1, 2, 3, 0.5, 1.0, 16.0, -2.1, 2.1, 20, 21, 64, 65, 100, 101, -101, 1024, 4096, 1e308, -1e-308, 1e-308, 5e-324, 1e-45,
     2**31, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 10**40, "", "x", "7", "auto", "none", "required", "user", "assistant",
     "tool", "function", "text", "json_object", "json_schema", "f\n", "é", "\x00", "你好", "\U0001f600", "\u2028", "a" * 1025,
     [], [1], [0], [-1], ["x"], [""], [[]], [[1]], [["x"]], [None], [1, "x"], [1.5], [True], [{}], list(range(70)), ["s"] * 17,

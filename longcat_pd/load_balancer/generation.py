@@ -23,14 +23,17 @@ from longcat_pd.server.text_bodies import TEXT_READERS
 async def forward(face: Face, request: Request) -> Response:
     """A route that a prefill instance answers whole."""
     limit_s = time_limit_of(request, face.config.request_timeout_s)
-    body = await read_bytes(request, face.config.max_body_bytes)
+    began = face.means.clock.now()
+    body = await _body(face, request, limit_s)
     TEXT_READERS[request.url.path](decode_body(body), face.served.name)
     instance = face.means.pool.a_prefill()
     request_id = request.scope["state"]["request_id"]
     headers = {**_trace_of(request), "content-type": "application/json", "x-request-id": request_id}
     fetch = face.means.workers.fetch(instance.target.url + request.url.path, body=body, headers=headers)
     try:
-        reply = await while_connected(request.receive, face.means.clock.within(limit_s, fetch))
+        reply = await while_connected(
+            request.receive, face.means.clock.within(began + limit_s - face.means.clock.now(), fetch)
+        )
     except TimeoutError:
         raise DeadlineExceeded("the time of the request is over") from None
     if reply.status != 200:
@@ -57,7 +60,7 @@ class Generation(Response):
         face.check_client(request)
         with face.gate.enter() as cuts, face.means.metrics.http.inflight_requests.track_inprogress():
             limit_s = time_limit_of(request, face.config.request_timeout_s)
-            body = await self._body(request, limit_s)
+            body = await _body(face, request, limit_s)
             checked = read_body(request.url.path, decode_body(body), face.served.name)
             call = Call(
                 route=request.url.path,
@@ -70,13 +73,6 @@ class Generation(Response):
             progress = await face.proxy.serve(call, _AsgiClient(send), gone=_gone(receive), cuts=cuts)
         if progress.cut_by == "client":
             raise ClientGone
-
-    async def _body(self, request: Request, limit_s: float) -> bytes:
-        """The request's time counts from its arrival: one whose body does not come does not hold a place for ever."""
-        try:
-            return await self._face.means.clock.within(limit_s, read_bytes(request, self._face.config.max_body_bytes))
-        except TimeoutError:
-            raise DeadlineExceeded("the body did not come within the time of the request") from None
 
 
 class _AsgiClient:
@@ -99,6 +95,14 @@ class _AsgiClient:
     async def finish(self, data: bytes = b"") -> None:
         """Send the last part of the body."""
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
+
+
+async def _body(face: Face, request: Request, limit_s: float) -> bytes:
+    """The request's time counts from its arrival: one whose body does not come does not hold a place for ever."""
+    try:
+        return await face.means.clock.within(limit_s, read_bytes(request, face.config.max_body_bytes))
+    except TimeoutError:
+        raise DeadlineExceeded("the body did not come within the time of the request") from None
 
 
 def _trace_of(request: Request) -> dict[str, str]:

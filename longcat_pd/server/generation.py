@@ -17,7 +17,7 @@ from longcat_pd.errors import LongcatError
 from longcat_pd.metrics import HttpMetrics
 from longcat_pd.server.errors import json_response
 from longcat_pd.server.face import Face
-from longcat_pd.server.intake import read_bytes, time_limit_of
+from longcat_pd.server.intake import read_in_time, time_limit_of
 from longcat_pd.server.leg import read_leg
 from longcat_pd.server.openai import Body, decode_body
 from longcat_pd.server.requests import Call
@@ -41,20 +41,21 @@ class Generation:
     async def for_client(self, request: Request) -> Response:
         """A client of a standalone server."""
         limit_s = time_limit_of(request, self._front.request_timeout_s)
-        return await self._generate(request, self._face.call(_request_id(request), limit_s))
+        return await self._generate(request, self._face.call(_request_id(request), limit_s), limit_s)
 
     async def for_decode_leg(self, request: Request) -> Response:
         """A leg to a decode worker: the answer is the client's."""
-        return await self._generate(request, self._call_of_leg(request))
+        call, limit_s = self._call_of_leg(request)
+        return await self._generate(request, call, limit_s)
 
     async def for_prefill_leg(self, request: Request) -> Response:
         """A leg to a prefill worker: the answer says that the hand-over is done, also where the body asks for a stream."""
-        call = self._call_of_leg(request)
-        body = await self._read(request)
+        call, limit_s = self._call_of_leg(request)
+        body = await self._read(request, limit_s)
         return await self._whole(request, self._face.prefilled(body, call))
 
-    async def _generate(self, request: Request, call: Call) -> Response:
-        body = await self._read(request)
+    async def _generate(self, request: Request, call: Call, limit_s: float) -> Response:
+        body = await self._read(request, limit_s)
         if not body.stream:
             return await self._whole(request, self._face.answer(body, call))
         return EventStream(
@@ -64,15 +65,15 @@ class Generation:
             keepalive_s=self._front.keepalive_comment_s,
         )
 
-    def _call_of_leg(self, request: Request) -> Call:
+    def _call_of_leg(self, request: Request) -> tuple[Call, float]:
         leg = read_leg(request.headers, front=f"http://{self._front.host}:{self._front.port}")
         call = self._face.call(_request_id(request), leg.time_left_s)
-        return replace(call, transfer=leg.transfer, attempt=leg.attempt)
+        return replace(call, transfer=leg.transfer, attempt=leg.attempt), leg.time_left_s
 
-    async def _read(self, request: Request) -> Body:
-        """The checked body; what would be refused anyway is refused before the body is read."""
+    async def _read(self, request: Request, limit_s: float) -> Body:
+        """The checked body, if it comes in time; what would be refused anyway is refused before the body is read."""
         self._face.admit()
-        raw = await read_bytes(request, self._front.max_body_bytes)
+        raw = await read_in_time(request, self._front.max_body_bytes, limit_s)
         return self._face.read(request.scope["path"], decode_body(raw))
 
     async def _whole(self, request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:

@@ -16,7 +16,8 @@ from pathlib import Path
 from fastapi import Request
 from fastapi.requests import HTTPConnection
 
-from longcat_pd.errors import AuthenticationFailed, ConfigError, InvalidRequest, NotAccepted
+from longcat_pd.clock import MonotonicClock
+from longcat_pd.errors import AuthenticationFailed, ConfigError, DeadlineExceeded, InvalidRequest, NotAccepted
 from longcat_pd.server.errors import ClientGone
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -80,6 +81,17 @@ def check_media_type(request: HTTPConnection) -> None:
             f"{refused} is not accepted; send Content-Type: application/json, in UTF-8, not compressed",
             code="unsupported_media_type",
         )
+
+
+async def read_in_time(request: Request, max_bytes: int, limit_s: float) -> bytes:
+    """As ``read_bytes``. The time of a request counts from its arrival: a body that does not come is not waited for.
+
+    Raises DeadlineExceeded.
+    """
+    try:
+        return await MonotonicClock().within(limit_s, read_bytes(request, max_bytes))
+    except TimeoutError:
+        raise DeadlineExceeded("the body did not come within the time of the request") from None
 
 
 async def read_bytes(request: Request, max_bytes: int) -> bytes:

@@ -27,6 +27,7 @@ MAX_PRIORITY = 100
 MAX_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16
 _SEED = 2**63
+_ALL_IDS = 2**31 - 1  # more than any vocabulary has: a larger top_k asks for nothing else
 _MAX_ID_DIGITS = 20  # what is longer is no id of any vocabulary, and no number that is quickly read
 INERT: dict[str, tuple[Any, ...]] = {
     "echo": (),
@@ -217,7 +218,7 @@ def _common(body: Fields, served_name: str, *, max_tokens: int | None = None) ->
         "max_tokens": max_tokens,
         "temperature": body.number("temperature", 0, 2),
         "top_p": body.number("top_p", 0, 1, above_low=True),
-        "top_k": None if top_k is None else max(top_k, 0),
+        "top_k": None if top_k is None else min(max(top_k, 0), _ALL_IDS),
         "seed": body.integer("seed", -_SEED, _SEED - 1),
         "n": n or 1,
         "stop": _stop(body),

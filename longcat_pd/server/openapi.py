@@ -22,8 +22,8 @@ _ABOUT = """An OpenAI-compatible API.
 
 GET routes answer HEAD; any other path is 404, a known path with another method 405 with `Allow`. Unknown keys of a body are
 ignored at any depth, `null` is the same as absent, nothing is coerced. Every answer carries `X-Request-Id`; every error is
-an `error` object. The bodies of streams are events, `data: <json>` and an empty line, in the schema that `x-event-schema`
-names; an error inside a stream is one event `{"error": {...}}` without `[DONE]` behind it."""
+an `error` object. The bodies of streams are events, `data: <json>` and an empty line; their schemas are those of each event. An
+error inside a stream is one event `{"error": {...}}` without `[DONE]` behind it."""
 
 _WORDS = {
     400: "Something in the request cannot be done; `param` is the path of the culprit.",
@@ -112,10 +112,11 @@ def _posted(operation: Schema, path: str, schema: Schema, *, required: bool = Tr
 
 
 def _generation(path: str, name: str, answer: str, chunk: str) -> Schema:
+    data = {"contentMediaType": _JSON, "contentSchema": {"anyOf": [ref(chunk), ref("Error")]}}
+    event = {"data": {"anyOf": [{"const": "[DONE]"}, {"type": "string", **data}]}}
     events = {
-        "schema": {"type": "string"},
-        "example": openapi_examples.STREAMS[path],
-        "x-event-schema": {"anyOf": [ref(chunk), ref("Error")]},
+        "schema": {"type": "object", "description": "Of each event.", "required": ["data"], "properties": event},
+        "examples": {"stream": {"value": openapi_examples.STREAMS[path]}},
     }
     text = "The whole answer, or with `stream` its events; status and headers leave with the first token."
     success = _success(answer, text, openapi_examples.ANSWERS[path], also={_EVENTS: events})

@@ -10,7 +10,7 @@ from fastapi import Request, Response
 from longcat_pd.config.schema import LoadBalancerConfig
 from longcat_pd.server.about_routes import Endpoint, Routes
 from longcat_pd.server.errors import json_response
-from longcat_pd.server.intake import read_bytes, time_limit_of
+from longcat_pd.server.intake import read_in_time, time_limit_of
 from longcat_pd.server.openai import decode_body
 from longcat_pd.server.requests import Encoded
 from longcat_pd.server.service import Service
@@ -50,8 +50,8 @@ def text_routes(tokenization: Tokenization, front: LoadBalancerConfig) -> Routes
 
     def answered_by(answer: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> Endpoint:
         async def endpoint(request: Request) -> Response:
-            time_limit_of(request, front.request_timeout_s)  # refuses a malformed one; the work itself is short
-            body = await read_bytes(request, front.max_body_bytes)
+            limit_s = time_limit_of(request, front.request_timeout_s)  # of the body; the work itself is short
+            body = await read_in_time(request, front.max_body_bytes, limit_s)
             return json_response(await answer(decode_body(body)))
 
         return endpoint

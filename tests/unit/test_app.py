@@ -406,6 +406,17 @@ async def test_a_time_limit_never_lengthens(folder):
     assert service.requests[0].deadline - service.now() <= 10
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
+async def test_a_body_that_does_not_come_ends_with_the_time_of_the_request(folder, path):
+    async def never():
+        await asyncio.Event().wait()
+
+    service = FakeService(folder, plays([EOS]))
+    sent = await drive(make_app(service), path, receive=never, headers=[(b"x-request-timeout", b"0.01")])
+    assert sent[0]["status"] == 504 and json.loads(sent[1]["body"])["error"]["code"] == "deadline_exceeded"
+    assert service.requests == []
+
+
 async def test_headers_of_legs_from_a_client_change_nothing(folder):
     service = FakeService(folder, plays([EOS]))
     answer = await ask(service, "POST", COMPLETIONS, json=BODY, headers={**LEG, "X-Longcat-Deadline-Ms": "1"})

@@ -113,6 +113,7 @@ def test_defaults_and_meanings():
     assert chat(max_tokens=5, max_completion_tokens=7).max_tokens == 7
     assert completion(max_tokens=5, max_completion_tokens=7.0).max_tokens == 7
     assert chat(top_k=-1).top_k == 0
+    assert chat(top_k=10**40).top_k == chat(top_k=2**63).top_k == 2**31 - 1
     assert chat(stop="a").stop == ("a",)
     assert chat(stop=["a", "b"], stop_token_ids=[3, 4.0]).stop_token_ids == (3, 4)
     assert chat(logprobs=True).num_logprobs == 0

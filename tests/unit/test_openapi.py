@@ -21,7 +21,7 @@ from longcat_pd.server.openapi_bodies import WITHOUT_EFFECT
 from longcat_pd.server.openapi_examples import ANSWERS, REQUESTS, STREAMS
 from longcat_pd.server.text_bodies import TEXT_READERS
 from tests.balancer_rig import Rig
-from tests.contract import Contract, events, fields
+from tests.contract import Contract, event_schema, events, fields
 from tests.mutations import Mutator
 from tests.unit.fake_service import EOS, FakeService, make_app, plays, write_folder
 
@@ -220,7 +220,7 @@ def test_answers_that_are_shown_are_as_described():
     for path, stream in STREAMS.items():
         described = CONTRACT.operations["POST", path]["responses"]["200"]["content"]["text/event-stream"]
         for event in events(stream):
-            CONTRACT.judge(described["x-event-schema"]).validate(json.loads(event))
+            CONTRACT.judge(event_schema(described)).validate(json.loads(event))
         assert stream.endswith("data: [DONE]\n\n")
 
 
