@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from fastapi import Request, Response
 
 from longcat_pd import log
+from longcat_pd.clock import MonotonicClock
 from longcat_pd.errors import AuthenticationFailed, EngineFault, LongcatError, NotAccepted, NotFound
 
 Scope = MutableMapping[str, Any]
@@ -22,6 +23,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+LINGER_S = 2.0  # for a body that is too long
 _log = log.logger()
 _LINE_BREAKS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
@@ -76,9 +78,33 @@ def error_headers(error: LongcatError, *, is_worker: bool) -> dict[str, str]:
 def error_response(error: BaseException, request_id: str, *, is_worker: bool = False) -> Response:
     """The answer for an exception before the first byte."""
     ours = known(error)
-    return json_response(
+    answer = json_response(
         error_object(ours, request_id), status=ours.status, headers=error_headers(ours, is_worker=is_worker)
     )
+    return _Parting(answer) if ours.code == "body_too_large" else answer
+
+
+class _Parting(Response):
+    """An answer that closes the connection while the client may still be sending its body.
+
+    What comes of it is thrown away for a while: closed at once, the connection would be reset and the answer lost.
+    """
+
+    def __init__(self, answer: Response) -> None:
+        super().__init__(answer.body, answer.status_code, dict(answer.headers))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer, then read what is left."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with suppress(TimeoutError):
+            await MonotonicClock().within(LINGER_S, _discard(receive))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _discard(receive: Receive) -> None:
+    while (await receive()).get("more_body", False):
+        pass
 
 
 def error_event(error: BaseException, request_id: str) -> bytes:

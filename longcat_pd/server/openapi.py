@@ -22,8 +22,8 @@ _ABOUT = """An OpenAI-compatible API.
 
 GET routes answer HEAD; any other path is 404, a known path with another method 405 with `Allow`. Unknown keys of a body are
 ignored at any depth, `null` is the same as absent, nothing is coerced. Every answer carries `X-Request-Id`; every error is
-an `error` object. The bodies of streams are events, `data: <json>` and an empty line; their schemas are those of each event. An
-error inside a stream is one event `{"error": {...}}` without `[DONE]` behind it."""
+an `error` object. The bodies of streams are events, `data: <json>` and an empty line; the schemas are those of each event.
+An error inside a stream is one event `{"error": {...}}` without `[DONE]` behind it."""
 
 _WORDS = {
     400: "Something in the request cannot be done; `param` is the path of the culprit.",

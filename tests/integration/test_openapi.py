@@ -135,6 +135,11 @@ async def test_wild_clients_get_what_they_can_act_on(site, count):
     await site.idle()
 
 
+async def _pieces():
+    for _ in range(40):
+        yield b"x" * (1 << 20)
+
+
 async def test_what_every_route_tells_is_as_described(site):
     for server in site.servers:
         for method, path in site.contract.operations:
@@ -158,6 +163,11 @@ async def test_what_every_route_tells_is_as_described(site):
             answer = await server.client.request(method, path, content=body, headers=headers)
             assert answer.status_code == status, path
             site.contract.check(method, path, status=status, headers=answer.headers, content=answer.content)
+        for content in (b"x" * (40 << 20), _pieces()):  # sent whole, and the answer is not lost
+            answer = await server.client.post("/v1/completions", content=content)
+            assert (answer.status_code, answer.headers["connection"]) == (413, "close")
+            headers = answer.headers
+            site.contract.check("POST", "/v1/completions", status=413, headers=headers, content=answer.content)
         async with httpx.AsyncClient(base_url=server.url, trust_env=False) as stranger:
             for path in ("/server_info", "/v1/models"):
                 answer = await stranger.get(path)

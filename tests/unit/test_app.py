@@ -364,21 +364,30 @@ async def test_media_types(folder, headers, status):
 async def test_long_bodies(folder):
     app = make_app(FakeService(folder, plays([EOS])), max_body_bytes=100)
 
+    for length, num_needed in ((b"101", 0), (b"60", 2), (None, 2)):
+        sent, read = [], []
+
+        async def receive(read=read, sent=sent):
+            read.append(len(sent))
+            return {"type": "http.request", "body": b"x" * 60, "more_body": len(read) < 5}
+
+        headers = [] if length is None else [(b"content-length", length)]
+        await drive(app, COMPLETIONS, receive=receive, headers=headers, sent=sent)
+        assert sent[0]["status"] == 413 and (b"connection", b"close") in sent[0]["headers"]
+        assert json.loads(sent[1]["body"])["error"]["code"] == "body_too_large"
+        # told as soon as it is known; what comes then is thrown away before the connection is closed
+        assert read == [0] * num_needed + [2] * (5 - num_needed) and sent[2]["more_body"] is False
+
+
+async def test_a_long_body_that_does_not_end_is_not_waited_for(folder, monkeypatch):
+    monkeypatch.setattr("longcat_pd.server.errors.LINGER_S", 0.01)
+
     async def never():
-        raise AssertionError("the body was read")
+        await asyncio.Event().wait()
 
+    app = make_app(FakeService(folder, plays([EOS])), max_body_bytes=100)
     sent = await drive(app, COMPLETIONS, receive=never, headers=[(b"content-length", b"101")])
-    assert sent[0]["status"] == 413 and (b"connection", b"close") in sent[0]["headers"]
-    parts = iter([b"x" * 60, b"x" * 60, b"x" * 60])
-    read = []
-
-    async def receive():
-        read.append(1)
-        return {"type": "http.request", "body": next(parts), "more_body": True}
-
-    sent = await drive(app, COMPLETIONS, receive=receive)
-    assert sent[0]["status"] == 413 and len(read) == 2
-    assert json.loads(sent[1]["body"])["error"]["code"] == "body_too_large"
+    assert [message.get("status") for message in sent] == [413, None, None]
 
 
 @pytest.mark.parametrize(
@@ -553,9 +562,9 @@ async def test_one_key_guards_a_worker(folder, tmp_path):
 # clients that leave
 
 
-async def drive(app, path, *, receive, headers=()):
+async def drive(app, path, *, receive, headers=(), sent=None):
     """One request at the level of ASGI; what was sent."""
-    sent = []
+    sent = [] if sent is None else sent
 
     async def send(message):
         sent.append(message)
