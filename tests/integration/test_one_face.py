@@ -99,6 +99,8 @@ GOOD = [
     body("/tokenize", prompt="你好 hello"),
     body("/tokenize", prompt="hello", add_special_tokens=False),
     body("/tokenize", messages=[{"role": "user", "content": "hello"}]),
+    body("/tokenize", messages=[{"role": "user", "content": "hello"}], tools=[TOOL], enable_thinking=True, model=NAME),
+    body("/tokenize", messages=[{"role": "user", "content": "x"}], add_special_tokens=False, reasoning_effort="none"),
     body("/detokenize", tokens=[5, 60, 700]),
     body("/flush_cache"),
     Asked("POST", "/flush_cache"),
@@ -163,7 +165,19 @@ REFUSED = [
     body("/tokenize", prompt=5),
     body("/detokenize", tokens=["a"]),
     body("/detokenize", tokens=[999999]),
+    body("/detokenize", tokens=[-1]),
+    body("/detokenize", tokens=[5], model="other"),
+    body("/tokenize", prompt="x", model="other"),
+    body("/tokenize", messages=[{"role": "robot", "content": "x"}]),
     body("/detokenize"),
+]
+
+TOKENIZED: list[dict[str, Any]] = [
+    {"prompt": "你好 hello"},
+    {"messages": [{"role": "user", "content": "hello"}]},
+    {"messages": [{"role": "user", "content": "hello"}], "tools": [TOOL]},
+    {"messages": [{"role": "user", "content": "hello"}], "tools": [TOOL], "tool_choice": "none"},
+    {"messages": [{"role": "user", "content": "hello"}], "chat_template_kwargs": {"enable_thinking": True}},
 ]
 
 KEYED = [ids(), chat(), body("/tokenize", prompt="x"), *(Asked("GET", path) for path in ("/v1/models", "/server_info"))]
@@ -295,6 +309,10 @@ async def test_what_a_route_answers_is_the_same_at_both(tmp_path: Path) -> None:
             for wrong in WRONG_KEYS:
                 assert (await both.compare(asked, key=wrong)).json()["error"]["code"] == "invalid_api_key"
             assert (await both.compare(asked, key=ADMIN)).status_code == 401
+        for fields in TOKENIZED:
+            told = await both.compare(body("/tokenize", **fields))
+            counted = await both.compare(body(CHAT if "messages" in fields else COMPLETIONS, max_tokens=1, **fields))
+            assert told.json()["count"] == counted.json()["usage"]["prompt_tokens"] == len(told.json()["tokens"]), fields
         assert len({await _fingerprint(client) for client in both}) == 2
         for name in ("/health", "/health_generate", "/openapi.json"):
             assert (await both.compare(Asked("GET", name), key="")).status_code == 200

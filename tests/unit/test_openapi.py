@@ -5,6 +5,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import jsonschema
@@ -17,6 +18,7 @@ from longcat_pd.server.fields import Fields
 from longcat_pd.server.intake import KeyRing
 from longcat_pd.server.openai import CHAT_ROUTE, COMPLETIONS_ROUTE, INERT, READERS, decode_body, read_body
 from longcat_pd.server.openapi import document
+from longcat_pd.server.openapi_answers import STATUSES, errors_of
 from longcat_pd.server.openapi_bodies import WITHOUT_EFFECT
 from longcat_pd.server.openapi_examples import ANSWERS, REQUESTS, STREAMS
 from longcat_pd.server.text_bodies import TEXT_READERS
@@ -206,6 +208,21 @@ def test_bounds_are_where_the_document_has_them(path):
                 assert refusal(path, {**base, name: [item] * (node["maxItems"] + 1)}) == ("invalid_value", name)
                 num_bounds += 1
     assert num_bounds > 25
+
+
+# ---------------------------------------------------------------------- the page for client authors
+
+
+def test_the_page_names_every_route_field_and_code():
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"[\w-]+", page))
+    for path in (CHAT_ROUTE, COMPLETIONS_ROUTE):
+        assert set(CONTRACT.resolve(CONTRACT.body_schema(path))["properties"]) <= named
+    for status in STATUSES:
+        assert set(errors_of(status)[1]) <= named, status
+    for _, path in CONTRACT.operations:
+        assert path.replace("{model_id}", "{id}") in page or path.rpartition("/")[2] in named, path
+    assert set(CONTRACT.document["components"]["headers"]) - {"WWW-Authenticate"} <= named
 
 
 # ---------------------------------------------------------------------- answers
