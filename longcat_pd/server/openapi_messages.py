@@ -123,6 +123,9 @@ FORMATS: Schema = {
                 "type": "object",
                 "required": ["schema"],
                 "properties": {
+                    "name": {"type": ["string", "null"]},
+                    "description": {"type": ["string", "null"]},
+                    "strict": optional("boolean", "It is strict in any case."),
                     "schema": {
                         "type": "object",
                         "description": "A keyword that cannot be enforced is refused and named.",

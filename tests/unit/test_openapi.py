@@ -148,9 +148,8 @@ def test_every_field_that_is_read_is_described_and_the_other_way_round():
         asked -= {f"logit_bias.{token_id}" for token_id in range(10)}
         described = set(fields(CONTRACT, CONTRACT.body_schema(path)))
         assert asked <= described
-        assert described - asked - {"response_format.json_schema", "response_format.json_schema.schema"} == (
-            {*WITHOUT_EFFECT, *INERT} - asked
-        )
+        described -= {name for name in described if name.startswith("response_format.json_schema")}  # until it is read
+        assert described - asked == {*WITHOUT_EFFECT, *INERT} - asked
 
 
 @pytest.mark.parametrize("path", [*READ, "/admin/drain", "/admin/undrain"])
