@@ -162,8 +162,12 @@ PROMPT: Schema = {
     "anyOf": [
         {"type": "string"},
         {**_TOKEN_IDS, "minItems": 1},
-        {"type": "array", "minItems": 1, "maxItems": 64, "items": {"type": "string"}},
-        {"type": "array", "minItems": 1, "maxItems": 64, "items": {**_TOKEN_IDS, "minItems": 1}},
+        {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": 64,
+            "items": {"anyOf": [{"type": "string"}, {**_TOKEN_IDS, "minItems": 1}]},
+        },
     ],
     "description": "A text, token ids, or a list of either. Of a list, choice index = prompt index x n + i. A prompt that "
     "encodes to no token is refused.",

@@ -34,7 +34,7 @@ RELATIONS = {  # what a schema cannot say: relations between fields, and texts i
     ("model_not_found", "model"),
     ("invalid_value", "min_tokens"),  # > max_tokens
     ("invalid_value", "top_logprobs"),  # without logprobs
-    ("invalid_value", "n"),  # prompts x n
+    ("invalid_value", "prompt"),  # prompts x n
     ("unsupported_parameter", "best_of"),  # > n
     ("invalid_value", "tools[].function.name"),  # twice
     ("invalid_value", "tool_choice"),  # required without tools
