@@ -63,6 +63,8 @@ def _answer(kind: str, prefix: str, *, choices: Schema, extra: Schema, needed: S
 def _choices(content: Schema, logprobs: str, *, is_chunk: bool) -> Schema:
     index = {"index": _COUNT}
     ids = {"token_ids": {**_IDS, "description": "With `return_token_ids`: the ids that count, in order."}}
+    if "text" in content:
+        ids["prompt_token_ids"] = {**_IDS, "description": "With `return_token_ids`, of several prompts: the choice's own."}
     logs = {"logprobs": _or_null(ref(logprobs))}
     if not is_chunk:
         return record(ids, **index, **content, **logs, finish_reason=_FINISH, matched_stop=_STOP)
