@@ -55,7 +55,7 @@ class SamplingParams:
         checks = (
             ("temperature", 0.0 <= self.temperature <= 2.0, self.temperature, "0 ... 2"),
             ("top_p", 0.0 < self.top_p <= 1.0, self.top_p, "0 < p <= 1"),
-            ("top_k", self.top_k >= 0, self.top_k, ">= 0, 0 = off"),
+            ("top_k", 0 <= self.top_k < 2**63, self.top_k, ">= 0, 0 = off, 64-bit signed"),
             ("max_tokens", self.max_tokens >= 1, self.max_tokens, ">= 1"),
             ("seed", -(2**63) <= self.seed < 2**63, self.seed, "64-bit signed"),
             ("min_p", 0.0 <= self.min_p <= 1.0, self.min_p, "0 ... 1"),
