@@ -166,7 +166,7 @@ def test_the_document_and_the_reader_judge_alike(path):
     names = sorted({name for name in fields(CONTRACT, CONTRACT.body_schema(path)) if not set(name) & set(".[")})
     mutator = Mutator(path, names, 1)
     judged = {True: 0, False: 0}
-    for _ in range(4000):
+    for _ in range(2000):
         try:
             body = decode_body(json.dumps(mutator.body()).encode())
         except LongcatError:
@@ -175,7 +175,7 @@ def test_the_document_and_the_reader_judge_alike(path):
         assert is_described or refused is not None, body
         assert refused is None or not is_described or refused in RELATIONS | LATER, (refused, body)
         judged[is_described] += 1
-    assert min(judged.values()) > 200
+    assert min(judged.values()) > 100
 
 
 def variants(schema):
