@@ -98,6 +98,14 @@ REQUESTS: dict[str, dict[str, Any]] = {
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             "response_format": {"type": "text"},
         },
+        "a schema": {
+            "prompt": "A city as JSON: ",
+            "max_tokens": 64,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": {"type": "object", "properties": {"city": {"type": "string"}}}},
+            },
+        },
         "several prompts": {"prompt": ["A long river", "A high mountain"], "n": 2, "seed": 1, "max_tokens": 8},
     },
     "/tokenize": {
