@@ -11,9 +11,11 @@ from typing import Any
 
 from longcat_pd.engine.request import MAX_BIAS
 from longcat_pd.server.conversation import MAX_TOOLS
-from longcat_pd.server.openai import DEFAULT_COMPLETION_TOKENS, INERT, MAX_CHOICES, MAX_LOGPROBS
+from longcat_pd.server.openai import DEFAULT_COMPLETION_TOKENS, INERT, MAX_LOGPROBS
 
 Schema = dict[str, Any]
+
+_MAX_N = 8
 
 WITHOUT_EFFECT = (
     "user",
@@ -50,7 +52,7 @@ def _refused() -> Schema:
     for name, also in INERT.items():
         fields[name] = {"enum": [*NOTHING, *(value for value in also if type(value) is not float)], "description": text}
     fields["best_of"] = {
-        "anyOf": [{"type": "integer", "minimum": 0, "maximum": MAX_CHOICES}, {"enum": [None, False, []]}],
+        "anyOf": [{"type": "integer", "minimum": 0, "maximum": _MAX_N}, {"enum": [None, False, []]}],
         "description": "Accepted up to `n`, where it changes nothing.",
     }
     fields["add_generation_prompt"] = {"enum": [None, True], "description": "The assistant's turn is always begun."}
@@ -106,7 +108,7 @@ SAMPLING: Schema = {
         "integer",
         "Choices for each prompt; prompts x n are at most 64. Choice 0 of several is the answer of `n` = 1.",
         minimum=1,
-        maximum=MAX_CHOICES,
+        maximum=_MAX_N,
         default=1,
     ),
     "presence_penalty": optional("number", "Over generated tokens.", minimum=-2, maximum=2, default=0),
