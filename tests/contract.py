@@ -163,7 +163,7 @@ def narrowed(given: Mapping[str, Any], *, model: str, vocab_size: int) -> dict[s
         "anyOf": [
             text,
             id_list,
-            *({"type": "array", "minItems": 1, "maxItems": 1, "items": one} for one in (text, id_list)),
+            *({"type": "array", "minItems": 1, "maxItems": 2, "items": one} for one in (text, id_list)),
         ]
     }
     changed["components"]["parameters"]["RequestTimeout"]["schema"] = {"enum": ["30", "60.5"]}

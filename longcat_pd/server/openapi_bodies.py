@@ -11,11 +11,10 @@ from typing import Any
 
 from longcat_pd.engine.request import MAX_BIAS
 from longcat_pd.server.conversation import MAX_TOOLS
-from longcat_pd.server.openai import DEFAULT_COMPLETION_TOKENS, INERT, MAX_LOGPROBS
+from longcat_pd.server.openai import DEFAULT_COMPLETION_TOKENS, INERT, MAX_LOGPROBS, MAX_N, MAX_PRIORITY
+from longcat_pd.server.prompts import MAX_CHOICES
 
 Schema = dict[str, Any]
-
-_MAX_N = 8
 
 WITHOUT_EFFECT = (
     "user",
@@ -52,7 +51,7 @@ def _refused() -> Schema:
     for name, also in INERT.items():
         fields[name] = {"enum": [*NOTHING, *(value for value in also if type(value) is not float)], "description": text}
     fields["best_of"] = {
-        "anyOf": [{"type": "integer", "minimum": 0, "maximum": _MAX_N}, {"enum": [None, False, []]}],
+        "anyOf": [{"type": "integer", "minimum": 0, "maximum": MAX_N}, {"enum": [None, False, []]}],
         "description": "Accepted up to `n`, where it changes nothing.",
     }
     fields["add_generation_prompt"] = {"enum": [None, True], "description": "The assistant's turn is always begun."}
@@ -106,9 +105,9 @@ SAMPLING: Schema = {
     ),
     "n": optional(
         "integer",
-        "Choices for each prompt; prompts x n are at most 64. Choice 0 of several is the answer of `n` = 1.",
+        f"Choices for each prompt; prompts x n are at most {MAX_CHOICES}. Choice 0 of several is the answer of `n` = 1.",
         minimum=1,
-        maximum=_MAX_N,
+        maximum=MAX_N,
         default=1,
     ),
     "presence_penalty": optional("number", "Over generated tokens.", minimum=-2, maximum=2, default=0),
@@ -143,7 +142,7 @@ FORM: Schema = {
         default=False,
     ),
     "priority": optional(
-        "integer", "Lower goes first; orders waiting requests only.", minimum=-100, maximum=100, default=0
+        "integer", "Lower goes first; orders waiting requests only.", minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY, default=0
     ),
     "response_format": {
         "anyOf": [ref("TextFormat"), ref("JsonObjectFormat"), ref("JsonSchemaFormat"), {"type": "null"}],
@@ -167,7 +166,7 @@ PROMPT: Schema = {
         {
             "type": "array",
             "minItems": 1,
-            "maxItems": 64,
+            "maxItems": MAX_CHOICES,
             "items": {"anyOf": [{"type": "string"}, {**_TOKEN_IDS, "minItems": 1}]},
         },
     ],

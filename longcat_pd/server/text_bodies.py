@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from longcat_pd.server.fields import Fields, as_integer, out_of_range
+from longcat_pd.server.fields import Fields
 from longcat_pd.server.openai import ChatBody, check_model, read_chat
+from longcat_pd.server.prompts import token_id_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +35,7 @@ def read_detokenize(values: dict[str, Any], served_name: str) -> tuple[int, ...]
     fields = Fields(values)
     check_model(fields, served_name)
     fields.required("tokens")
-    return tuple(_token_id(value, f"tokens[{i}]") for i, value in enumerate(fields.items("tokens") or []))
-
-
-def _token_id(value: Any, path: str) -> int:
-    token_id = as_integer(value, path)
-    if token_id < 0:
-        raise out_of_range(path, value, "the vocabulary")
-    return token_id
+    return tuple(token_id_of(value, f"tokens[{i}]") for i, value in enumerate(fields.items("tokens") or []))
 
 
 TEXT_READERS: dict[str, Callable[[dict[str, Any], str], object]] = {

@@ -45,9 +45,6 @@ RELATIONS = {  # what a schema cannot say: relations between fields, and texts i
 LATER = {  # described already; these rows go as the fields come
     ("unsupported_parameter", "response_format"),
     ("unsupported_parameter", "tool_choice"),
-    ("unsupported_parameter", "priority"),
-    ("unsupported_parameter", "include_stop_str_in_output"),
-    ("unsupported_parameter", "prompt"),
 }
 
 
