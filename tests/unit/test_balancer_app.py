@@ -199,7 +199,8 @@ async def test_a_bad_body_is_refused_before_a_worker_is_called(body: bytes, stat
     assert rig.is_idle()
 
 
-async def test_envelopes_that_are_refused() -> None:
+async def test_envelopes_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longcat_pd.server.errors.LINGER_S", 0.01)
     rig = await Rig.make(max_body_bytes=200)
     for headers in (
         {"content-type": "application/x-www-form-urlencoded"},
