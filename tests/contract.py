@@ -152,7 +152,8 @@ def narrowed(given: Mapping[str, Any], *, model: str, vocab_size: int) -> dict[s
     chat["top_logprobs"] = {"enum": [0, None]}
     chat["tools"] = {"type": ["array", "null"], "maxItems": 1, "items": schemas["Tool"]}
     chat["tool_choice"] = {"enum": ["auto", "none", None]}
-    chat["response_format"] = schemas["CompletionBody"]["properties"]["response_format"] = schemas["TextFormat"]
+    for name in ("ChatBody", "CompletionBody"):
+        schemas[name]["properties"]["response_format"] = {"anyOf": [schemas["TextFormat"], schemas["JsonObjectFormat"]]}
     chat["chat_template_kwargs"]["additionalProperties"] = False
     schemas["Call"]["properties"]["function"]["properties"]["arguments"] = {"enum": ["{}", '{"a": 1}']}
     schemas["TokenizeText"]["properties"]["prompt"] = text
