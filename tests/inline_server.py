@@ -100,16 +100,20 @@ class InlineServer:
 
     def post(self, *asked: Asked) -> list[httpx.Response]:
         """Good answers, whatever they are."""
+        answers = self.responses(*asked)
+        for one, answer in zip(asked, answers, strict=True):
+            assert answer.status_code == 200, f"{one}: {answer.text}"
+        return answers
+
+    def responses(self, *asked: Asked) -> list[httpx.Response]:
+        """Answers of any kind, asked for at once."""
 
         async def all_of_them() -> list[httpx.Response]:
             headers = {"X-Request-Id": "r"}
             answers = (self._client.post(one.route, json=one.fields, headers=headers) for one in asked)
             return await asyncio.gather(*answers)
 
-        answers = self._run(all_of_them())
-        for one, answer in zip(asked, answers, strict=True):
-            assert answer.status_code == 200, f"{one}: {answer.text}"
-        return answers
+        return self._run(all_of_them())
 
     def account(self) -> dict[str, Any]:
         return self._run(self._service.accounting())
