@@ -1,4 +1,4 @@
-"""Bias, penalties, min_tokens and min_p through HTTP: a pair of pools says what one engine says, with drafts and without.
+"""Bias, penalties, min_tokens, min_p, grammars through HTTP: a pair of pools says what one engine says, drafts or none.
 
 Prompts share their beginnings, and the decode side never computes them: what they hold counts there all the same.
 """
@@ -6,6 +6,7 @@ Prompts share their beginnings, and the decode side never computes them: what th
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from tests.topology import BLOCK, Topology, standalone
 
 NUM_NEW, EOS = 14, 2
 NARROW = {str(token): 6 for token in range(100, 106)}  # who says little else repeats itself
+PATH = "response_format.json_schema.schema"
 ONLY_EOS = {str(EOS): 100}
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+BOUND = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
 FIELDS: tuple[dict[str, Any], ...] = (
     {},
     {"logit_bias": NARROW},
@@ -34,6 +38,9 @@ FIELDS: tuple[dict[str, Any], ...] = (
         "ignore_eos": False,
         "min_p": 0.05,
     },
+    {"response_format": BOUND},
+    {"response_format": BOUND, "repetition_penalty": 1.3, "min_tokens": 9, "ignore_eos": False, "logprobs": 1},
+    {"response_format": {"type": "json_object"}, "logit_bias": NARROW},
 )
 
 
@@ -66,11 +73,13 @@ async def chat(topology: Topology, **fields: Any) -> tuple[int, str]:
 
 
 async def test_a_pair_says_what_one_engine_says(tiny: MakeCheckpoint, tmp_path: Path) -> None:
-    model, some = tiny("2.0+predictable"), cases()
+    model, some = tiny("2.0+predictable", with_tokenizer=True), cases()
     async with standalone(model, "model.dtype=float32") as topology:
         expected = await ask(topology, some)
         assert await refusal(topology, logit_bias={"5000": 1}) == (400, "invalid_value", "logit_bias.5000")
         assert await refusal(topology, max_tokens=3, min_tokens=4) == (400, "invalid_value", "min_tokens")
+    texts = [answer["text"] for answer, case in zip(expected, some, strict=True) if case.get("response_format") == BOUND]
+    assert len(set(texts)) > 1 and all(re.fullmatch(r'\{"n": ?-?[0-9]*\}?', text) for text in texts), texts
     ended = [answer for answer, case in zip(expected, some, strict=True) if case.get("logit_bias") == ONLY_EOS]
     lasts = [(len(answer["token_ids"]), answer["token_ids"][-1], answer["finish_reason"]) for answer in ended]
     assert lasts == 2 * [(6, EOS, "stop")]
@@ -81,6 +90,8 @@ async def test_a_pair_says_what_one_engine_says(tiny: MakeCheckpoint, tmp_path: 
         assert_same(await ask(topology, some, at_once=True), expected)
         assert_same(await ask(topology, some), expected)
         assert await refusal(topology, logit_bias={"5000": 1}) == (400, "invalid_value", "logit_bias.5000")
+        unkept = {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}
+        assert await refusal(topology, response_format=unkept) == (400, "unsupported_parameter", f"{PATH}.not")
         await topology.idle_within()
 
 

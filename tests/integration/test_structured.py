@@ -19,7 +19,7 @@ from longcat_pd.server.openai import CHAT_ROUTE, COMPLETIONS_ROUTE
 from longcat_pd.tiny.make import write_tiny
 from tests.answer_parts import differences, joined, parts_of
 from tests.inline_server import Asked, InlineServer, inline_server
-from tests.schemas import schemas, validator
+from tests.schemas import parameters, schemas, validator
 
 DRAFTS = (0, 3)
 AT_ONCE = 10
@@ -40,13 +40,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def servers(model: Path) -> Iterator[Servers]:
-    drafts = DRAFTS if "predictable" in model.parent.name or has_draft(model) else DRAFTS[:1]
+    settings = ("engine.prefix_cache=false",)
     with ExitStack() as stack:
-        yield {n: stack.enter_context(inline_server(model, f"engine.num_draft_tokens={n}")) for n in drafts}
-
-
-def has_draft(model: Path) -> bool:
-    return "model.mtp.embed_tokens.weight" in (model / "model.safetensors.index.json").read_text()
+        yield {n: stack.enter_context(inline_server(model, *settings, f"engine.num_draft_tokens={n}")) for n in DRAFTS}
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +79,17 @@ def value_of(text: str) -> Any:
     return json.loads(text, parse_float=lambda digits: float(digits) if math.isfinite(float(digits)) else Decimal(digits))
 
 
+def generated(num_examples: int) -> settings:
+    """Random in the same way each time, and not made smaller: what fails takes long."""
+    return settings(
+        max_examples=num_examples,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+
+
 def body_of(schema: dict[str, Any], seed: int, bias: dict[str, float]) -> Asked:
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     fields = {"response_format": form, "temperature": 1, "seed": seed, "max_tokens": PLENTY, "logit_bias": bias}
@@ -95,13 +102,7 @@ def check_schemas(servers: Servers, bias: dict[str, float], num_examples: int) -
     """How many schemas were taken, and how many answers finished."""
     counts = [0, 0]
 
-    @settings(
-        max_examples=num_examples,
-        deadline=None,
-        derandomize=True,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @generated(num_examples)
     @given(found=st.lists(st.tuples(schemas(), st.integers(0, 10**6)), min_size=AT_ONCE, max_size=AT_ONCE))
     def check(found: list[tuple[dict[str, Any], int]]) -> None:
         asked = [body_of(schema, seed, bias) for schema, seed in found]
@@ -120,6 +121,72 @@ def check_schemas(servers: Servers, bias: dict[str, float], num_examples: int) -
     return counts[0], counts[1]
 
 
+def forced(tools: list[dict[str, Any]], choice: Any, seed: int, bias: dict[str, float]) -> Asked:
+    fields = {"messages": HELLO, "enable_thinking": seed % 2 == 1, "parallel_tool_calls": seed % 3 > 0}
+    return Asked(
+        CHAT_ROUTE,
+        {
+            **fields,
+            "tools": [{"type": "function", "function": tool} for tool in tools],
+            "tool_choice": choice,
+            "temperature": 1,
+            "seed": seed,
+            "max_tokens": PLENTY,
+            "logit_bias": bias,
+        },
+    )
+
+
+def check_calls(servers: Servers, bias: dict[str, float], num_examples: int) -> tuple[int, int]:
+    """How many bodies were taken, and how many calls were judged."""
+    counts = [0, 0]
+    named = {"type": "function", "function": {"name": "g.1"}}
+
+    @generated(num_examples)
+    @given(
+        found=st.lists(
+            st.tuples(parameters(), parameters(), st.sampled_from(["required", "g.1"]), st.integers(0, 10**6)),
+            min_size=AT_ONCE,
+            max_size=AT_ONCE,
+        )
+    )
+    def check(found: list[tuple[dict[str, Any], dict[str, Any], str, int]]) -> None:
+        asked = [
+            forced(
+                [{"name": "f", "parameters": one}, {"name": "g.1", "parameters": other}, {"name": "bare"}],
+                choice if choice == "required" else named,
+                seed,
+                bias,
+            )
+            for one, other, choice, seed in found
+        ]
+        for (one, other, choice, seed), answer in zip(found, answers(servers, asked), strict=True):
+            if answer is None:
+                continue
+            counts[0] += 1
+            judged = {"f": one, "g.1": other, "bare": {"type": "object"}}
+            counts[1] += judged_calls(answer["choices"][0], judged, choice, only_one=choice != "required" or seed % 3 == 0)
+
+    check()
+    return counts[0], counts[1]
+
+
+def judged_calls(answered: dict[str, Any], by_name: dict[str, Any], choice: str, *, only_one: bool) -> int:
+    """Calls of an answer that ended by itself: nothing else is in it."""
+    if answered["finish_reason"] == "length":
+        return 0
+    message = answered["message"]
+    assert (answered["finish_reason"], message["content"]) == ("tool_calls", None)
+    calls = [call["function"] for call in message["tool_calls"]]
+    assert len(calls) == 1 or not only_one
+    for call in calls:
+        assert choice in ("required", call["name"])
+        value = value_of(call["arguments"])
+        assert isinstance(value, dict)
+        validator(by_name[call["name"]]).validate(value)
+    return len(calls)
+
+
 def test_random_schemas(servers: Servers, bias: dict[str, float]) -> None:
     taken, finished = check_schemas(servers, bias, 3)
     assert taken >= 20 and finished >= 10
@@ -130,3 +197,31 @@ def test_two_hundred_random_schemas(servers: Servers, bias: dict[str, float]) ->
     taken, finished = check_schemas(servers, bias, 30)
     print(f"{taken} schemas, {finished} answers finished")
     assert taken >= 200 and finished >= 100
+
+
+def test_forced_calls(servers: Servers, bias: dict[str, float]) -> None:
+    taken, judged = check_calls(servers, bias, 2)
+    assert taken >= 10 and judged >= 5
+
+
+@pytest.mark.slow
+def test_many_forced_calls(servers: Servers, bias: dict[str, float]) -> None:
+    taken, judged = check_calls(servers, bias, 20)
+    print(f"{taken} bodies, {judged} calls judged")
+    assert taken >= 100 and judged >= 50
+
+
+def test_an_object_is_all_that_is_asked(servers: Servers, bias: dict[str, float]) -> None:
+    fields = {"response_format": {"type": "json_object"}, "temperature": 1, "max_tokens": PLENTY, "logit_bias": bias}
+    asked = [
+        Asked(CHAT_ROUTE, {**fields, "messages": HELLO, "seed": seed, "n": 2, "enable_thinking": seed % 2 == 1})
+        for seed in range(6)
+    ]
+    finished = 0
+    for answer in answers(servers, asked):
+        assert answer is not None
+        for choice in answer["choices"]:
+            if choice["finish_reason"] == "stop":
+                finished += 1
+                assert isinstance(value_of(choice["message"]["content"]), dict)
+    assert finished > 3
