@@ -67,10 +67,16 @@ def model_path(path: str | Path, overrides: Sequence[str] = ()) -> Path:
 
 
 def standalone(model_path: str, overrides: Sequence[str], *, host: str, port: int) -> InstanceSpec:
-    """One engine for both phases, without a file.
+    """One engine for both phases, without a file; arguments and errors as ``standalone_cluster``."""
+    return instance_spec(standalone_cluster(model_path, overrides, host=host, port=port), "standalone")
+
+
+def standalone_cluster(model_path: str, overrides: Sequence[str], *, host: str, port: int) -> ClusterConfig:
+    """A cluster of one engine for both phases, and its face, without a file.
 
     ``overrides`` are as in a cluster YAML (``model.dtype=float32``, ``standalone.engine.max_num_seqs=4``); ``engine.…`` and
-    ``parallel.…`` are short for ``standalone.engine.…`` and ``standalone.parallel.…``. Raises ConfigError.
+    ``parallel.…`` are short for ``standalone.engine.…`` and ``standalone.parallel.…``. ``host`` and ``port`` are those of
+    the face too. Raises ConfigError.
     """
     instance = {"name": "standalone", "http_port": port, "nodes": [host]}
     tree: dict[str, Any] = {"model": {"path": str(Path(model_path).absolute())}, "standalone": {"instances": [instance]}}
@@ -78,7 +84,8 @@ def standalone(model_path: str, overrides: Sequence[str], *, host: str, port: in
     full = [f"standalone.{item}" if item.startswith(shorts) else item for item in overrides]
     found = Findings()
     config = _records(tree, full, found)
-    return instance_spec(_resolve(config, found), "standalone")
+    cluster = _resolve(config, found)
+    return dataclasses.replace(cluster, load_balancer=dataclasses.replace(cluster.load_balancer, host=host, port=port))
 
 
 def instance_spec(cluster: ClusterConfig, name: str) -> InstanceSpec:

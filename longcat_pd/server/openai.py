@@ -54,7 +54,7 @@ INERT: dict[str, tuple[Any, ...]] = {
     "custom_logit_processor": (),
     "return_hidden_states": (),
 }
-_THINKING_EFFORTS = {"none": False, "minimal": True, "low": True, "medium": True, "high": True}
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # of reasoning: none, or as much as there is
 _TEMPLATE_FLAGS = ("enable_thinking", "save_history_reasoning_content")
 
 
@@ -317,9 +317,9 @@ def _template_kwargs(body: Fields) -> dict[str, Any]:
     kwargs: dict[str, Any] = {}
     effort = body.text("reasoning_effort")
     if effort is not None:
-        if effort not in _THINKING_EFFORTS:
-            raise out_of_range("reasoning_effort", effort, " | ".join(_THINKING_EFFORTS))
-        kwargs["enable_thinking"] = _THINKING_EFFORTS[effort]
+        if effort not in EFFORTS:
+            raise out_of_range("reasoning_effort", effort, " | ".join(EFFORTS))
+        kwargs["enable_thinking"] = effort != "none"
     thinking = body.flag("enable_thinking")
     if thinking is not None:
         kwargs["enable_thinking"] = thinking

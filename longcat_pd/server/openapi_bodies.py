@@ -11,7 +11,7 @@ from typing import Any
 
 from longcat_pd.engine.request import MAX_BIAS
 from longcat_pd.server.conversation import MAX_TOOLS
-from longcat_pd.server.openai import DEFAULT_COMPLETION_TOKENS, INERT, MAX_LOGPROBS, MAX_N, MAX_PRIORITY
+from longcat_pd.server.openai import DEFAULT_COMPLETION_TOKENS, EFFORTS, INERT, MAX_LOGPROBS, MAX_N, MAX_PRIORITY
 from longcat_pd.server.prompts import MAX_CHOICES
 
 Schema = dict[str, Any]
@@ -202,9 +202,7 @@ CHAT: Schema = {
         },
     ),
     "enable_thinking": optional("boolean", "Short for the above, which wins when both are given."),
-    "reasoning_effort": choice(
-        "string", "`none` turns reasoning off, the others on.", ("none", "minimal", "low", "medium", "high")
-    ),
+    "reasoning_effort": choice("string", "`none` turns reasoning off, the others on.", EFFORTS),
     "separate_reasoning": optional("boolean", "false: reasoning and its tags stay in `content`.", default=True),
 }
 

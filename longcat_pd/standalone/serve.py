@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from longcat_pd import log
 from longcat_pd.config import resolve
@@ -24,11 +25,11 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     log.set_up()
     log.logger().info("starting", role="standalone")
-    front = LoadBalancerConfig(
-        host=options.host, port=options.port, api_key_file=options.api_key_file, admin_key_file=options.admin_key_file
-    )
+    keys = {"api_key_file": options.api_key_file, "admin_key_file": options.admin_key_file}
     try:
-        spec = resolve.standalone(options.model, options.overrides, host=options.host, port=options.port)
+        cluster = resolve.standalone_cluster(options.model, options.overrides, host=options.host, port=options.port)
+        spec = resolve.instance_spec(cluster, "standalone")
+        front = replace(cluster.load_balancer, **{name: path for name, path in keys.items() if path is not None})
         found = preflight.inspect(spec)
         for line in found.plan:
             sys.stderr.write(f"{line}\n")
@@ -50,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--admin-key-file", metavar="FILE", help="keys for /admin, one a line; none: no /admin")
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="key=value",
-        help="a setting, such as engine.max_num_seqs=16 or model.dtype=float32",
+        help="a setting, such as engine.max_num_seqs=16, model.dtype=float32 or load_balancer.max_inflight=64",
     )  # fmt: skip
     parser.add_argument("--check", action="store_true", help="print the plan, test ports and memory, then end")
     return parser

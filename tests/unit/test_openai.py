@@ -387,6 +387,7 @@ def test_json_is_fine_where_no_tool_is_shown():
     assert chat(tools=[{"type": "function", "function": {"name": "f", "parameters": None}}]).tools
     assert chat(reasoning_effort="none").template_kwargs == {"enable_thinking": False}
     assert chat(reasoning_effort="high").template_kwargs == {"enable_thinking": True}
+    assert chat(reasoning_effort="xhigh").template_kwargs == {"enable_thinking": True}
     assert chat(enable_thinking=True, reasoning_effort="none").template_kwargs == {"enable_thinking": True}
     both = chat(enable_thinking=True, chat_template_kwargs={"enable_thinking": False, "other": 3})
     assert both.template_kwargs == {"enable_thinking": False, "other": 3}

@@ -10,7 +10,15 @@ import pytest
 
 from longcat_pd.config.checks import blocks_needed
 from longcat_pd.config.quantization import int8_section
-from longcat_pd.config.resolve import compile_cache, even_stages, instance_spec, load, model_path, standalone
+from longcat_pd.config.resolve import (
+    compile_cache,
+    even_stages,
+    instance_spec,
+    load,
+    model_path,
+    standalone,
+    standalone_cluster,
+)
 from longcat_pd.errors import ConfigError
 from longcat_pd.tiny.configs import make_config
 
@@ -302,6 +310,14 @@ def test_standalone_needs_no_file(cluster: Path) -> None:
         standalone(checkpoint, ["engine.block_size=0"], host="127.0.0.1", port=8081)
     with pytest.raises(ConfigError, match=r"standalone\.parallel\.pp_size=2: must be 1 in a standalone pool"):
         standalone(checkpoint, ["parallel.pp_size=2"], host="127.0.0.1", port=8081)
+
+
+def test_the_face_of_a_standalone_engine_has_its_settings(cluster: Path) -> None:
+    checkpoint = str(cluster.parent / "weights" / "longcat-tiny")
+    front = standalone_cluster(checkpoint, ["load_balancer.max_inflight=2"], host="127.0.0.2", port=9000).load_balancer
+    assert (front.max_inflight, front.host, front.port) == (2, "127.0.0.2", 9000)
+    with pytest.raises(ConfigError, match=r"load_balancer\.max_inflight=0"):
+        standalone_cluster(checkpoint, ["load_balancer.max_inflight=0"], host="127.0.0.1", port=8081)
 
 
 def test_a_standalone_engine_may_have_groups_and_the_whole_cache_on_every_rank(cluster: Path) -> None:
