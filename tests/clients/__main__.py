@@ -60,6 +60,7 @@ decode:
   instances: [{{name: d0, http_port: {decode_port}}}]
 """
 MAX_INFLIGHT = 4096
+OK = "ok"
 
 
 @dataclass(kw_only=True)
@@ -72,11 +73,8 @@ class Results:
 
     def add(self, face: str, line: dict[str, Any]) -> None:
         """One check of a client."""
-        note = line["note"]
-        if not line["ok"]:
-            result = f"**failed**: {note}"
-        else:
-            result = f"ok ({note})" if note else "ok"
+        note = f" ({line['note']})" if line["note"] else ""
+        result = f"{OK if line['ok'] else '**failed**'}{note}"
         self.failed += not line["ok"]
         self.checks.setdefault((line["client"], line["version"], line["check"]), {})[face] = result
         _say(f"{face:<10}  {line['client']} {line['version']}: {line['check']}: {result}")
@@ -89,10 +87,11 @@ class Results:
 
     def page(self) -> str:
         """Both tables as Markdown."""
-        rows = ["| client | version | check | P + D | one engine |", "|---|---|---|---|---|"]
-        for (client, version, check), by_face in self.checks.items():
-            cells = [by_face.get(face, "") for face in (PAIR, ALONE)]
-            rows.append("| " + " | ".join(_cell(text) for text in (client, version, check, *cells)) + " |")
+        rows = ["| client | version | P + D | one engine | checks |", "|---|---|---|---|---|"]
+        for client, version in dict.fromkeys(key[:2] for key in self.checks):
+            checks = {key[2]: by_face for key, by_face in self.checks.items() if key[:2] == (client, version)}
+            cells = [_summary([by_face[face] for by_face in checks.values() if face in by_face]) for face in (PAIR, ALONE)]
+            rows.append("| " + " | ".join(_cell(text) for text in (client, version, *cells, " · ".join(checks))) + " |")
         rows += ["", "| load generator | version | route | answered | failed | output tokens/s | first token | per token |"]
         rows.append("|---|---|---|---|---|---|---|---|")
         for generator, version, figures in self.loads:
@@ -103,6 +102,12 @@ class Results:
             times = f"{figures.first_token_ms:.0f} ms | {figures.per_token_ms:.1f} ms |"
             rows.append(f"{head} {figures.completed} | {figures.failed} | {figures.tokens_per_s:.0f} | {times}")
         return "\n".join(rows)
+
+
+def _summary(results: Sequence[str]) -> str:
+    """How many are good, and what the others say."""
+    failed = [result for result in results if not result.startswith(OK)]
+    return "; ".join([f"{len(results) - len(failed)} of {len(results)} ok", *failed]) if results else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
