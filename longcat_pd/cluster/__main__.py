@@ -10,6 +10,7 @@ import argparse
 import http.client
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="start|status|stop|logs")
     for name, text in (
         ("start", "start balancer, prefill and decode instances, and wait until they serve"),
-        ("status", "one line for each process"),
+        ("status", "each process: whether it is ready, and the last line of its log"),
         ("stop", "let running requests finish, then end every process that start began"),
         ("logs", "the last lines of every log"),
     ):
@@ -108,7 +109,7 @@ def _start(folder: RunFolder, config: Path, *, options: argparse.Namespace) -> i
             _say("interrupted: stopping what was started")
             _end(folder, state, drain_s=5.0)
             return EXIT_FAILED
-    _say(f"ready: {state.url}; logs in {folder.path}. Try:\n\n{_curl(state.url)}\n")
+    _say(f"ready: {state.url}; logs in {folder.path}. Try:\n\n{_curl(state.url, cluster.load_balancer.api_key_file)}\n")
     return EXIT_OK
 
 
@@ -302,7 +303,7 @@ def _logs(folder: RunFolder, config: Path, *, options: argparse.Namespace) -> in
         return EXIT_OK
 
 
-def _curl(url: str) -> str:
+def _curl(url: str, key_file: str | None) -> str:
     body = {
         "model": "",
         "messages": [{"role": "user", "content": "你好，请介绍一下自己"}],
@@ -311,7 +312,8 @@ def _curl(url: str) -> str:
         "stream": False,
     }
     data = json.dumps(body, ensure_ascii=False)
-    return f"curl -X POST {url}/v1/chat/completions -H \"Content-Type: application/json\" -d '{data}'"
+    key = f' -H "Authorization: Bearer $(head -n 1 {shlex.quote(key_file)})"' if key_file else ""
+    return f"curl -X POST {url}/v1/chat/completions -H \"Content-Type: application/json\"{key} -d '{data}'"
 
 
 def _say(text: str, *, file: Any = None) -> None:

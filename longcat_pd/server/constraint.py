@@ -46,6 +46,7 @@ _UNENFORCED = (  # in the library's words, and the keyword
     ("float range", "minimum, maximum"),
     ("integer range", "minimum, maximum"),
 )
+_BETTER_WORDS = {"oneOf": "its options do not exclude each other visibly; anyOf lets them overlap"}  # by keyword
 
 Tool = JsonTool | TaggedTool
 Check = Callable[[str], str]
@@ -151,7 +152,8 @@ def _refused(words: str, path: str) -> InvalidRequest:
         return InvalidRequest(f"{path} cannot be satisfied: {said}", code="invalid_value", param=path)
     for part, keyword in _UNENFORCED:
         if part in said:
+            why = _BETTER_WORDS.get(keyword, said)
             return InvalidRequest(
-                f"{path}: the keyword {keyword} cannot be enforced here: {said}", code="unsupported_parameter", param=path
+                f"{path}: the keyword {keyword} cannot be enforced here: {why}", code="unsupported_parameter", param=path
             )
     return InvalidRequest(f"{path} cannot be enforced: {said}", code="unsupported_parameter", param=path)

@@ -190,7 +190,7 @@ def _gets() -> dict[str, Schema]:
     found: dict[str, Schema] = {}
     for path, (name, tag, schema, text, failures) in names.items():
         found[path] = _operation(name, tag, text=text, responses={"200": _success(schema, text)}, failures=failures)
-    named = {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}, "allowReserved": True}
+    named = {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}
     found["/v1/models/{model_id}"]["parameters"].append(named)
     return found
 

@@ -389,6 +389,7 @@ def test_the_tool_that_the_library_refuses_is_found():
         error = refusal(lambda: constraints(style).grammar(forced(tool({}, "g"), tool(bad)), PLAIN))  # noqa: B023 - called at once
         assert (error.code, error.param) == ("unsupported_parameter", "tools[1].function.parameters")
         assert "oneOf" in error.message
+        assert "coerce" not in error.message  # the library's advice is none to a client
 
 
 def test_nothing_can_be_forced_without_markup():
