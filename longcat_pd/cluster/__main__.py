@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="start|status|stop|logs")
     for name, text in (
         ("start", "start balancer, prefill and decode instances, and wait until they serve"),
-        ("status", "each process: whether it is ready, and the last line of its log"),
+        ("status", "each process: whether it is ready now, and the line of its log that says since when"),
         ("stop", "let running requests finish, then end every process that start began"),
         ("logs", "the last lines of every log"),
     ):
