@@ -209,7 +209,7 @@ def test_forced_calls(servers: Servers, bias: dict[str, float]) -> None:
 def test_many_forced_calls(servers: Servers, bias: dict[str, float]) -> None:
     taken, judged = check_calls(servers, bias, 20)
     print(f"{taken} bodies, {judged} calls judged")
-    assert taken >= 100 and judged >= 50
+    assert taken >= 80 and judged >= 50
 
 
 def test_an_object_is_all_that_is_asked(servers: Servers, bias: dict[str, float]) -> None:
