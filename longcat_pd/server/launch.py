@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 
+from longcat_pd import log
 from longcat_pd.clock import Clock
-from longcat_pd.log import logger
 
 KILL_LIMIT_S = 5.0  # a process ends that long after SIGKILL at the latest
 
@@ -58,7 +58,7 @@ class ForkedRanks:
         """Have every living rank write the stacks of its threads to standard error, which is the instance's log."""
         for rank, process in enumerate(self._processes):
             if process.exitcode is None and process.pid is not None:
-                logger().error("rank_stack", rank=rank, pid=process.pid)
+                log.logger().error("rank_stack", rank=rank, pid=process.pid)
                 os.kill(process.pid, _STACKS)
 
     async def stop(self, grace_s: float) -> None:
@@ -72,7 +72,7 @@ class ForkedRanks:
         except TimeoutError:
             for rank, process in enumerate(self._processes):
                 if process.exitcode is None:
-                    logger().warning("rank_killed", rank=rank, pid=process.pid)
+                    log.logger().warning("rank_killed", rank=rank, pid=process.pid)
                     process.kill()
         await self._clock.within(KILL_LIMIT_S, self._all_ended.wait())
 
@@ -122,6 +122,7 @@ def _for_children() -> Iterator[None]:
 
 def _run_rank(entry: str, config: str) -> None:
     """First function of a rank process."""
+    log.set_up()
     faulthandler.register(_STACKS, all_threads=True)
     threading.Thread(target=_end_with_driver, name="orphan-watch", daemon=True).start()
     module, _, function = entry.partition(":")
