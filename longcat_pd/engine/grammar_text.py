@@ -79,6 +79,7 @@ class GrammarText:
         self._markup = markup
         self._special = special
         self._rules: dict[str, str] = {}
+        self._names: dict[tuple[str, str, str], str] = {}
 
     def json(self, schema: Schema) -> str:
         """The grammar item of one JSON value."""
@@ -101,12 +102,9 @@ class GrammarText:
 
     def _rule(self, kind: str, body: str, *, attributes: str = "") -> str:
         """A rule with this body; an equal one is used again."""
-        name = f"{kind}_{len(self._rules)}"
-        for known, other in self._rules.items():
-            if other == body and known.startswith(f"{kind}_") and known.endswith(attributes):
-                return known.removesuffix(attributes)
-        self._rules[name + attributes] = body
-        return name
+        known = self._names.setdefault((kind, body, attributes), f"{kind}_{len(self._rules)}")
+        self._rules[known + attributes] = body
+        return known
 
     def _tag(self, tag: str) -> str:
         return f"<[{self._special[tag]}]>" if tag in self._special else json.dumps(tag)

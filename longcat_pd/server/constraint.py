@@ -27,7 +27,7 @@ from longcat_pd.server.markup import (
 )
 from longcat_pd.server.openai import Body, ChatBody
 from longcat_pd.server.parsers import Parsers
-from longcat_pd.server.schema import SchemaReader
+from longcat_pd.server.schema import Allowance, SchemaReader
 from longcat_pd.server.tagged_tools import read_tagged
 from longcat_pd.server.text import TextProcessor
 
@@ -104,7 +104,8 @@ class Constraints:
             )
         named = body.tool_use.named
         places = [i for i, tool in enumerate(body.tools) if named in (None, tool["function"]["name"])]
-        tools = {_path(i): self._tool(body.tools[i]["function"], _path(i)) for i in places}
+        allowance = Allowance("tools")
+        tools = {_path(i): self._tool(body.tools[i]["function"], _path(i), allowance) for i in places}
         text = self._text_of()
         only_one = named is not None or not body.parallel_tool_calls
         whole = text.whole(text.calls(tools.values(), only_one=only_one), reasoning)
@@ -117,13 +118,13 @@ class Constraints:
             raise _refused(words, "tools")
         return whole
 
-    def _tool(self, function: Mapping[str, Any], path: str) -> Tool:
+    def _tool(self, function: Mapping[str, Any], path: str, allowance: Allowance) -> Tool:
         name, parameters = function["name"], function.get("parameters")
         if self.parsers.style == "longcat_xml":
-            return read_tagged(name, parameters, path)
+            return read_tagged(name, parameters, path, allowance=allowance)
         if parameters is None:
             return JsonTool(name, {"type": "object"})
-        schema = SchemaReader(parameters, path).read(parameters, path)
+        schema = SchemaReader(parameters, path, allowance=allowance).read(parameters, path)
         if schema.get("type") == "object":
             return JsonTool(name, schema)
         definitions = schema.pop("$defs", None)

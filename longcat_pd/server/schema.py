@@ -26,12 +26,32 @@ from longcat_pd.server.schema_keywords import (
     unenforced,
 )
 from longcat_pd.server.schema_pattern import without
-from longcat_pd.server.schema_values import can_end, most_patterns
+from longcat_pd.server.schema_values import MULTIPLE_DIGITS, can_end, most_multiples, most_patterns, nesting
 
 MAX_SIZE = 128 * 1024
 MAX_PLACES = 2500
+MAX_PLACES_TOGETHER = 10_000
 MAX_TOGETHER = 12
+MAX_NESTING = 250  # on the way into a value; the library needs a few KiB of stack for each
 _ANY = "any"
+
+
+class Allowance:
+    """What the schemas of one body may come to, whatever documents they are in.
+
+    Args:
+        path: of what holds them all.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._left = MAX_PLACES_TOGETHER
+
+    def take(self) -> None:
+        """One schema more. Raises InvalidRequest."""
+        self._left -= 1
+        if self._left < 0:
+            raise malformed(self._path, f"hold more than {MAX_PLACES_TOGETHER} schemas, references followed")
 
 
 class SchemaReader:
@@ -41,10 +61,14 @@ class SchemaReader:
         document: what references lead into.
         path: of the document in the request.
         forbidden: a tag that no string and no name in the value may hold; empty: none.
+        allowance: of the body, where it has several documents.
     """
 
-    def __init__(self, document: Mapping[str, Any], path: str, *, forbidden: str = "") -> None:
+    def __init__(
+        self, document: Mapping[str, Any], path: str, *, forbidden: str = "", allowance: Allowance | None = None
+    ) -> None:
         self._document = document
+        self._allowance = allowance
         self.path = path
         self._forbidden = forbidden
         self._clean = f"^(?:{without(forbidden)})$" if forbidden else ""
@@ -52,6 +76,7 @@ class SchemaReader:
         self._pending: deque[str] = deque()
         self._definitions: dict[str, Schema] = {}
         self._num_places = 0
+        self._size = 0
 
     def read(self, schema: Any, path: str) -> dict[str, Any]:
         """A schema with all definitions that it needs. Raises InvalidRequest."""
@@ -61,12 +86,16 @@ class SchemaReader:
             self._definitions[self._names[reference]] = self.read_part(
                 self.resolve(reference, path), self._place(reference)
             )
+        if nesting(read, self._definitions) > MAX_NESTING:
+            raise malformed(path, f"nests deeper than {MAX_NESTING} schemas, references followed")
         whole = read if isinstance(read, dict) else {"allOf": [read]}
         whole = {**whole, "$defs": self._definitions} if self._definitions else whole
         if len(json.dumps(whole, ensure_ascii=False)) > MAX_SIZE:
             raise malformed(path, f"takes more than {MAX_SIZE} characters as a grammar")
-        if most_patterns(read, self._definitions, {}) > MAX_TOGETHER:
+        if most_patterns(read, self._definitions) > MAX_TOGETHER:
             raise unenforced(path, "allOf", f"asks a string to match more than {MAX_TOGETHER} patterns")
+        if most_multiples(read, self._definitions) > MULTIPLE_DIGITS:
+            raise unenforced(path, "allOf", f"asks for multiples whose product has more than {MULTIPLE_DIGITS} digits")
         self._check_end(read, path)
         return whole
 
@@ -109,6 +138,8 @@ class SchemaReader:
         most = MAX_PLACES // 5 if self._forbidden else MAX_PLACES  # in tags each string costs an expression of its own
         if self._num_places > most:
             raise malformed(self.path, f"holds more than {most} schemas")
+        if self._allowance is not None:
+            self._allowance.take()
         place = SchemaObject(self, schema, path)
         return self._guard(place.read()) if self._forbidden else place.read()
 
@@ -124,6 +155,12 @@ class SchemaReader:
         """Refuse a literal that the answer's own markup would not survive."""
         if self._forbidden and self._forbidden in text:
             raise unenforced(path, keyword, f"holds {self._forbidden!r}, which ends the argument")
+
+    def spend(self, text: str) -> None:
+        """Count a text that the grammar holds once more for each reference that leads to it."""
+        self._size += len(text)
+        if self._size > MAX_SIZE:
+            raise malformed(self.path, f"takes more than {MAX_SIZE} characters as a grammar")
 
     def _any(self) -> dict[str, Any]:
         """Any value, of which no string and no name holds the tag."""

@@ -86,6 +86,10 @@ class Reader(Protocol):
         """Refuse a literal that the answer's own markup would not survive."""
         ...
 
+    def spend(self, text: str) -> None:
+        """Count a text of the grammar; refuse one too many."""
+        ...
+
 
 class SchemaObject:
     """One schema object, keyword by keyword."""
@@ -159,6 +163,7 @@ class SchemaObject:
         self._out[keyword] = value
 
     def _check_value(self, keyword: str, value: Any) -> None:
+        self._reader.spend(json.dumps(value, ensure_ascii=False))
         todo, num_members = [value], 0
         while todo:
             item = todo.pop()
@@ -212,6 +217,7 @@ class SchemaObject:
         self._out[keyword] = read
 
     def _check_name(self, keyword: str, name: str) -> None:
+        self._reader.spend(name)
         self._reader.check_text(name, self._path, keyword)
         if _CONTROL.search(name):
             raise unenforced(self._path, keyword, f"names {shown(name)}, which has a control character")
@@ -270,9 +276,11 @@ class SchemaObject:
         if not isinstance(value, str):
             raise self._malformed(keyword, "a string")
         try:
-            return f"^(?:{whole_text(value)})$"
+            expression = f"^(?:{whole_text(value)})$"
         except PatternError as error:
             raise unenforced(self._path, keyword, f"= {shown(value)} {error}") from None
+        self._reader.spend(expression)
+        return expression
 
     def _pattern(self, keyword: str, value: Any) -> None:
         add_pattern(self._out, self._expression(keyword, value))

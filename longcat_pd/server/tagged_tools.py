@@ -11,7 +11,7 @@ from typing import Any
 
 from longcat_pd.engine.grammar_text import Argument, RawText, Schema, TaggedTool
 from longcat_pd.server.fields import shown
-from longcat_pd.server.schema import SchemaReader
+from longcat_pd.server.schema import Allowance, SchemaReader
 from longcat_pd.server.schema_formats import FORMATS
 from longcat_pd.server.schema_keywords import malformed, unenforced
 from longcat_pd.server.schema_pattern import literal, whole_text
@@ -25,21 +25,21 @@ _MANY = 10  # references one after the other
 Options = list[tuple[str, ...]]
 
 
-def read_tagged(name: str, parameters: Mapping[str, Any] | None, path: str) -> TaggedTool:
+def read_tagged(name: str, parameters: Mapping[str, Any] | None, path: str, *, allowance: Allowance) -> TaggedTool:
     """The arguments of a function, in the order of its properties. Raises InvalidRequest for what cannot be kept."""
     document = parameters or {}
     schema = _followed(document, path)
-    SchemaReader(document, path, forbidden=FORBIDDEN).read(schema, path)  # whatever is refused anywhere
+
+    def json_value(value: Any, place: str) -> Schema:
+        return SchemaReader(document, path, forbidden=FORBIDDEN, allowance=allowance).read(value, place)
+
+    json_value(schema, path)  # whatever is refused anywhere
     for keyword in _NOT_IN_TAGS:
         if schema.get(keyword) is not None:
             raise unenforced(path, keyword, "cannot be enforced where arguments are written in tags")
     kind = schema.get("type", "object")
     if kind != "object" and "object" not in kind:
         raise malformed(f"{path}.type", f"= {shown(kind)} allows no object, which arguments are")
-
-    def json_value(value: Any, place: str) -> Schema:
-        return SchemaReader(document, path, forbidden=FORBIDDEN).read(value, place)
-
     properties: Mapping[str, Any] = schema.get("properties") or {}
     required = dict.fromkeys(schema.get("required") or ())
     others = schema.get("additionalProperties")

@@ -425,3 +425,61 @@ async def test_the_librarys_refusal_is_the_clients_error(tmp_path):
         await face.encoded.open(answer_body({}), face.call("r", 9))
     assert (caught.value.code, caught.value.param) == ("unsupported_parameter", ANSWER)
     assert "at 1(8)" not in caught.value.message
+
+
+def chain(length, wrap):
+    """A value inside a value inside ..., by references; a0 is the outermost."""
+    made = {f"a{i}": wrap({"$ref": f"#/$defs/a{i + 1}"}) for i in range(length)}
+    return {**made, f"a{length}": {"type": "null"}}
+
+
+def in_array(inner):
+    return {"type": "array", "items": inner}
+
+
+def test_references_lead_as_deep_as_the_library_can_follow():
+    """Its stack would overflow, which ends the process: whichever way it takes through the definitions."""
+    to_all = [{"$ref": f"#/$defs/a{i}"} for i in range(1000, 0, -50)]
+    outermost = {"$ref": "#/$defs/a0"}
+    for schema in (
+        {"$defs": chain(1000, in_array), **outermost},
+        {"$defs": chain(900, lambda inner: inner), **outermost},
+        {"$defs": chain(1000, in_array), "properties": {"x": {**outermost, "allOf": [{"anyOf": to_all}]}}},
+        {"$defs": chain(1000, in_array), "prefixItems": to_all, "additionalProperties": outermost},
+        {"$defs": {**chain(200, in_array), "a200": in_array(outermost)}, "anyOf": [outermost, {"type": "null"}]},
+    ):
+        error = refusal(lambda schema=schema: answer_grammar(schema))
+        assert (error.code, error.param) == ("invalid_value", ANSWER) and "nests deeper than" in error.message
+    assert answer_grammar({"$defs": chain(100, in_array), **outermost})
+
+
+def test_what_a_number_is_a_multiple_of_together_is_small():
+    """The library counts up to the product; one number of four digits is as far as that goes."""
+
+    def of(*multiples):
+        return {"type": "integer", "allOf": [{"multipleOf": multiple} for multiple in multiples]}
+
+    for schema in (of(9973, 9967), of(997, 991), of(9973, 1e9), of(9973, 1e-9), {**of(997), "multipleOf": 991}):
+        error = refusal(lambda schema=schema: answer_grammar(schema))
+        assert (error.code, error.param) == ("unsupported_parameter", f"{ANSWER}.allOf")
+    for schema in (of(9999), of(97, 89), of(0.01, 25), {"items": of(9999), "prefixItems": [of(9998)]}):
+        assert answer_grammar(schema)
+
+
+def test_what_many_references_lead_to_counts_each_time():
+    names = ["".join(f"%{ord(c):02x}" if i >> k & 1 else c for k, c in enumerate("definition")) for i in range(500)]
+    values = [f"{i:05}" for i in range(10_000)]
+    for definition in ({"enum": values}, {"const": values[0] * 10_000}, {"required": [value * 100 for value in values[:100]]}):
+        schema = {"$defs": {"definition": definition}, "prefixItems": [{"$ref": f"#/$defs/{name}"} for name in names]}
+        error = refusal(lambda schema=schema: answer_grammar(schema))
+        assert error.code == "invalid_value" and "characters" in error.message
+
+
+@pytest.mark.parametrize("style", ["longcat", "longcat_xml"])
+def test_tools_share_one_allowance(style):
+    """In tags each argument is read with all that it refers to."""
+    shared = {"type": "object", "properties": {f"x{i}": {"type": "null"} for i in range(200)}}
+    many = {"$defs": {"d": shared}, "properties": {f"a{i}": {"$ref": "#/$defs/d"} for i in range(200)}}
+    body = forced(*(tool(many, f"f{i}") for i in range(60)))
+    error = refusal(lambda: constraints(style).grammar(body, PLAIN))
+    assert (error.code, error.param) == ("invalid_value", "tools")
