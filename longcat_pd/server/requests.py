@@ -74,6 +74,7 @@ class Encoded:
         self._model = model
         self._max_model_len = engine.max_model_len
         self._defaults = defaults
+        self._grammar_turn = asyncio.Lock()
 
     async def open(self, body: Body, call: Call) -> RequestOf:
         """As PromptSource. All choices get the same seed, drawn here if the body has none."""
@@ -127,13 +128,15 @@ class Encoded:
         ]
 
     async def _grammar(self, body: Body, ids: tuple[int, ...]) -> str:
-        """What the answer has to be a text of; made in a thread, for a schema may be large.
+        """What the answer has to be a text of; made in a thread, for a schema may be large, and one at a time, for the
+        threads are those that encode prompts too.
 
         Prompts of a list have the same: only what is said of a chat's one prompt tells grammars apart.
         """
         if body.answer_schema is None and not (isinstance(body, ChatBody) and body.tool_use.is_forced):
             return ""
-        return await asyncio.to_thread(self._grammar_of, body, ids)
+        async with self._grammar_turn:
+            return await asyncio.to_thread(self._grammar_of, body, ids)
 
     def _max_tokens(self, body: Body, num_prompt: int, path: str) -> int:
         room = self._max_model_len - num_prompt

@@ -37,7 +37,7 @@ def read_tagged(name: str, parameters: Mapping[str, Any] | None, path: str, *, a
     for keyword in _NOT_IN_TAGS:
         if schema.get(keyword) is not None:
             raise unenforced(path, keyword, "cannot be enforced where arguments are written in tags")
-    kind = schema.get("type", "object")
+    kind = schema.get("type") or "object"
     if kind != "object" and "object" not in kind:
         raise malformed(f"{path}.type", f"= {shown(kind)} allows no object, which arguments are")
     properties: Mapping[str, Any] = schema.get("properties") or {}

@@ -4,10 +4,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import json
+import random
 import re
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
@@ -374,7 +378,7 @@ def test_values_in_tags(schema, good, bad):
         ({"properties": {"</longcat_arg_key>": {}}}, ".properties"),
         ({"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, ".anyOf"),
         ({"patternProperties": {"^a": {"type": "integer"}}}, ".patternProperties"),
-        ({"properties": {"a": {}, "b": {}}, "minProperties": 1}, ".minProperties"),
+        ({"type": None, "properties": {"a": {}, "b": {}}, "minProperties": 1}, ".minProperties"),
         ({"properties": {"a": {}, "b": {}}, "maxProperties": 1}, ".maxProperties"),
     ],
 )  # fmt: skip
@@ -427,6 +431,22 @@ async def test_the_librarys_refusal_is_the_clients_error(tmp_path):
     assert "at 1(8)" not in caught.value.message
 
 
+async def test_slow_grammars_leave_threads_to_those_who_encode(tmp_path):
+    """A prompt that is encoded in a thread does not wait for all grammars before it."""
+    service = FakeService(folder := write_folder(tmp_path), plays([EOS]))
+    loop, go_on = asyncio.get_running_loop(), threading.Event()
+    face = Face(service, TextProcessor.load(folder), check_grammar=lambda grammar: "" if go_on.wait(9) else "late")
+    with ThreadPoolExecutor(2) as threads:
+        loop.set_default_executor(threads)
+        opening = [
+            asyncio.ensure_future(face.encoded.open(answer_body({"minimum": i}), face.call("r", 9))) for i in range(8)
+        ]
+        await asyncio.sleep(0)
+        assert len(await asyncio.wait_for(face.encoded.encode_text("x" * 5000), 5)) > 0
+        go_on.set()
+        await asyncio.gather(*opening)
+
+
 def chain(length, wrap):
     """A value inside a value inside ..., by references; a0 is the outermost."""
     made = {f"a{i}": wrap({"$ref": f"#/$defs/a{i + 1}"}) for i in range(length)}
@@ -469,7 +489,11 @@ def test_what_a_number_is_a_multiple_of_together_is_small():
 def test_what_many_references_lead_to_counts_each_time():
     names = ["".join(f"%{ord(c):02x}" if i >> k & 1 else c for k, c in enumerate("definition")) for i in range(500)]
     values = [f"{i:05}" for i in range(10_000)]
-    for definition in ({"enum": values}, {"const": values[0] * 10_000}, {"required": [value * 100 for value in values[:100]]}):
+    for definition in (
+        {"enum": values},
+        {"const": values[0] * 10_000},
+        {"required": [value * 100 for value in values[:100]]},
+    ):
         schema = {"$defs": {"definition": definition}, "prefixItems": [{"$ref": f"#/$defs/{name}"} for name in names]}
         error = refusal(lambda schema=schema: answer_grammar(schema))
         assert error.code == "invalid_value" and "characters" in error.message
@@ -483,3 +507,30 @@ def test_tools_share_one_allowance(style):
     body = forced(*(tool(many, f"f{i}") for i in range(60)))
     error = refusal(lambda: constraints(style).grammar(body, PLAIN))
     assert (error.code, error.param) == ("invalid_value", "tools")
+
+
+JUNK = [None, True, False, 0, -1, 1.5, 1e308, 1e-300, 2**70, 10**40, "", "a", "object", "#", "#/$defs/a", "date", "int32", "^a$", "(a|b)*", "</longcat_", " a ", [], {}, [[]], ["a"], ["object"], [1, "a", None], ["string", "null"], {"a": 1}]  # fmt: skip
+WORDS = ["$ref", "type", "enum", "const", "items", "additionalItems", "required", "pattern", "format", "multipleOf", "additionalProperties", "allOf", "anyOf", "oneOf", "prefixItems", "properties", "patternProperties", "minItems", "minLength", "maxProperties", "minimum", "exclusiveMaximum", "$defs", "$id", *REFUSED]  # fmt: skip
+
+
+def almost_schema(source, depth=0):
+    if depth == 3 or source.random() < 0.1:
+        return source.choice(JUNK)
+    made = {}
+    for word in source.sample(WORDS, source.randint(0 if depth else 1, 4)):
+        inner = almost_schema(source, depth + 1)
+        made[word] = source.choice([inner, [inner], {source.choice("abc"): inner}, source.choice(JUNK)])
+    return made
+
+
+@pytest.mark.parametrize("style", ["longcat", "longcat_xml"])
+def test_what_is_no_schema_is_refused_as_such(style):
+    source, reader = random.Random(style), constraints(style, check_grammar=lambda grammar: "")
+    for _ in range(2000):
+        schema = almost_schema(source)
+        if isinstance(schema, dict):
+            for body in (forced(tool(schema)), answer_body(schema)):
+                try:
+                    reader.grammar(body, PLAIN)
+                except InvalidRequest as error:
+                    assert error.param and len(error.message) < 2000

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
+from longcat_pd.engine import grammar
 from longcat_pd.engine.grammar import Mask, Vocabulary, is_allowed
 from longcat_pd.errors import ConfigError
 from longcat_pd.tiny.tokenizer import train
@@ -158,3 +159,21 @@ def test_tokenizers_that_are_not_there(tmp_path_factory: pytest.TempPathFactory)
     assert Vocabulary.load(str(folder), VOCAB, []) is None
     with pytest.raises(ConfigError, match="cannot be read"):
         Vocabulary.load(str(folder), VOCAB, [EOS])
+
+
+def test_what_is_kept_for_the_next_answer_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the characters of all grammars too: what the library makes of a long one is many times as large."""
+    made: list[str] = []
+    library = grammar.LLMatcher
+
+    def counted(tokens: object, text: str, **options: object) -> object:
+        made.append(text)
+        return library(tokens, text, **options)
+
+    monkeypatch.setattr(grammar, "LLMatcher", counted)
+    monkeypatch.setattr(grammar, "_MAX_KEPT_TEXT", 1000)
+    vocabulary = Vocabulary(TOKENIZER.to_str(), VOCAB, [EOS])
+    small, large = [f'start: "{letter}"' for letter in "abc"], f'start: "{"x" * 980}"'
+    for text in (*small, *small, large, small[2], small[0], large):
+        assert not vocabulary.refusal(text)
+    assert made == [*small, large, small[0], large]
