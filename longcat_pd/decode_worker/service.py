@@ -126,6 +126,7 @@ class DecodeService:
             source_split_start=source.start,
             generation=seq.generation,
             first_block=seq.num_shared,
+            grammar=seq.request.sampling.grammar,
         )
 
     def _grant(self, seq: Sequence, transfer: IncomingTransfer) -> Grant:

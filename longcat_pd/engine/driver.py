@@ -9,6 +9,7 @@ Every wait ends with what it waits for, the request's deadline or the failure of
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
@@ -166,7 +167,7 @@ class Engine:
         )
 
     async def _wait_for_room(self, seq: Sequence) -> None:
-        until = self._clock.now() + self._queue_timeout_s
+        until = math.inf if seq.request.is_patient else self._clock.now() + self._queue_timeout_s
         while seq.stage is Stage.WAITING:
             if self._clock.now() >= until:
                 raise self._scheduler.room.overloaded(f"no room within {self._queue_timeout_s:g} s")

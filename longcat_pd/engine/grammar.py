@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -34,44 +35,72 @@ class Matcher:
     only such tokens may come.
     """
 
-    def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher) -> None:
+    def __init__(self, vocabulary: Vocabulary, grammar: str) -> None:
         self._vocabulary = vocabulary
-        self._matcher = matcher
+        self._grammar = grammar
+        self._matcher = vocabulary.beginning(grammar)
+        self._said: list[int] = []
         self._is_over = False
-        self.fault = _fault_of(matcher)
+        self._ahead: tuple[int, str] | None = None  # behind so many drafts of the last masks it gets no further: why
+        self.fault = _fault_of(self._matcher)
 
-    def advance(self, token_ids: Iterable[int]) -> None:
+    def advance(self, token_ids: Sequence[int]) -> None:
         """These tokens belong to the answer now."""
+        if self._ahead is not None and len(token_ids) > self._ahead[0]:
+            self.fault = self._ahead[1]
+        self._ahead = None
         for token_id in token_ids:
             self._is_over = self._is_over or token_id in self._vocabulary.eos_token_ids
             if self._is_over or self.fault:
                 return
+            self._said.append(token_id)
             if not self._matcher.consume_token(token_id):
-                self.fault = _fault_of(self._matcher)
+                self.fault = self._read_anew()
 
     def fill(self, masks: Mask, drafts: Sequence[int]) -> None:
         """Row r of ``masks`` [W, words] becomes what may stand behind the first r of ``drafts`` [W - 1].
 
         Rows behind a draft that may not stand itself forbid nothing: nobody gets there.
         """
-        num_followed = 0
+        if not self._is_over and not self.fault:
+            row, fault = self._follow(masks, drafts)
+            if fault:
+                self.fault = self._read_anew()
+                row, fault = self._follow(masks, drafts)
+            if fault:
+                self._read_anew()  # for what drafts have met is none of the answer's fault unless they stand
+                self._ahead = row, fault
+                self.fault = "" if row else fault
+        if self._is_over or self.fault:
+            masks[:] = self._vocabulary.ends
+
+    def _follow(self, masks: Mask, drafts: Sequence[int]) -> tuple[int, str]:
+        """Fill and come back. How many drafts were followed, and what went wrong behind them."""
+        masks[:] = ANYTHING
+        matcher, num_followed = self._matcher, 0
         for row, mask in enumerate(masks):
-            if self._is_over or self.fault:
-                masks[row:] = self._vocabulary.ends
+            if row and not matcher.consume_token(drafts[row - 1]):
                 break
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            self.fault = _fault_of(self._matcher)
-            if row == len(drafts) or self.fault:
-                continue
-            draft = drafts[row]
-            if draft in self._vocabulary.eos_token_ids or not is_allowed(mask, draft):
-                masks[row + 1 :] = self._vocabulary.ends if is_allowed(mask, draft) else ANYTHING
+            num_followed = row
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if matcher.is_error() or row == len(drafts) or not is_allowed(mask, drafts[row]):
                 break
-            num_followed += 1
-            if not self._matcher.consume_token(draft):
-                self.fault = _fault_of(self._matcher)
-        if num_followed and not self.fault and not self._matcher.rollback(num_followed):
-            self.fault = _fault_of(self._matcher)
+            if drafts[row] in self._vocabulary.eos_token_ids:
+                masks[row + 1 :] = self._vocabulary.ends
+                break
+        if not matcher.is_error():
+            matcher.rollback(num_followed)
+        return num_followed, _fault_of(matcher)
+
+    def _read_anew(self) -> str:
+        """Go on from a reading of its own; what is wrong with the answer by that.
+
+        The library never forgets a fault, and matchers of one reading share what it was about.
+        """
+        self._vocabulary.forget(self._grammar)
+        self._matcher = self._vocabulary.beginning(self._grammar)
+        self._matcher.consume_tokens(self._said)
+        return _fault_of(self._matcher)
 
 
 class Vocabulary:
@@ -90,7 +119,8 @@ class Vocabulary:
         self.ends = np.zeros(self.num_words, dtype=np.int32)
         for token_id in self.eos_token_ids:
             self.ends.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
-        self._begun: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._read: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # the least recently begun first
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
     @classmethod
     def load(cls, folder: str, vocab_size: int, eos_token_ids: Iterable[int]) -> Vocabulary | None:
@@ -106,23 +136,37 @@ class Vocabulary:
 
     def refusal(self, grammar: str) -> str:
         """Why this grammar cannot be kept; empty if it can. Takes milliseconds, and more for a very large one."""
-        begun = self._beginning(grammar)
-        return _fault_of(begun) or self._first_fault(begun.deep_copy())
+        matcher = self.beginning(grammar)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        return _fault_of(matcher)
 
     def begin(self, grammar: str) -> Matcher:
         """At the first token of an answer."""
-        return Matcher(self, self._beginning(grammar).deep_copy())
+        return Matcher(self, grammar)
 
-    def _first_fault(self, matcher: LLMatcher) -> str:
-        matcher.compute_bitmask()
-        return _fault_of(matcher)
+    def prepare(self, grammar: str) -> None:
+        """Read a grammar that will be begun soon, in a thread: a large one takes longer than a step."""
+        if grammar not in self._read:
+            self._keep(grammar, self._reader.submit(self._matcher_of, grammar))
 
-    def _beginning(self, grammar: str) -> LLMatcher:
-        begun = self._begun.pop(grammar, None) or LLMatcher(self._tokens, grammar, log_level=0, limits=_LIMITS)
-        self._begun[grammar] = begun
-        while len(self._begun) > _MAX_KEPT or (len(self._begun) > 1 and sum(map(len, self._begun)) > _MAX_KEPT_TEXT):
-            self._begun.popitem(last=False)
-        return begun
+    def beginning(self, grammar: str) -> LLMatcher:
+        """The library's own, at the first token."""
+        self.prepare(grammar)
+        self._read.move_to_end(grammar)
+        return self._read[grammar].result().deep_copy()
+
+    def forget(self, grammar: str) -> None:
+        """Read it anew for whoever begins it next."""
+        self._read.pop(grammar, None)
+
+    def _matcher_of(self, grammar: str) -> LLMatcher:
+        return LLMatcher(self._tokens, grammar, log_level=0, limits=_LIMITS)
+
+    def _keep(self, grammar: str, matcher: Future[LLMatcher]) -> None:
+        self._read[grammar] = matcher
+        while len(self._read) > _MAX_KEPT or (len(self._read) > 1 and sum(map(len, self._read)) > _MAX_KEPT_TEXT):
+            self._read.popitem(last=False)
 
 
 def is_allowed(mask: Mask, token_id: int) -> bool:

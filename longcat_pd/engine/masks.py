@@ -47,6 +47,10 @@ class GrammarMasks(nn.Module):
             self._matchers[slot] = self._vocabulary.begin(grammar)
             self._matchers[slot].advance(said)
 
+    def leave(self, slot: int) -> None:
+        """Its sequence is gone."""
+        self._matchers.pop(slot, None)
+
     def advance(self, slot: int, token_ids: Sequence[int]) -> str:
         """These tokens belong to the answer now; why its grammar cannot be kept, if it cannot."""
         matcher = self._matchers.get(slot)

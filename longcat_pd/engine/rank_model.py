@@ -44,6 +44,11 @@ class RankModel:
     has_draft: bool = False
     vocabulary: Vocabulary | None = None
 
+    def expect(self, grammar: str) -> None:
+        """An answer will be bound to it soon, where tokens are drawn; empty: to none."""
+        if grammar and self.vocabulary is not None:
+            self.vocabulary.prepare(grammar)
+
 
 def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
     """Builds this rank's stage and fills it from the checkpoint.

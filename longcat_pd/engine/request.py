@@ -150,7 +150,8 @@ class Request:
     """One choice of one client request. Prompt not empty; prompt + max_tokens <= max_model_len (the face checks).
 
     ``priority``: of those that wait, the lowest goes first. ``on_room``: called by a service once the request has all the
-    room that it needs, at the other instance too; the face sends the next choice of the same body then.
+    room that it needs, at the other instance too; the face sends the next choice of the same body then. ``is_patient``:
+    that room may be held by choices of the same body, so only the deadline ends the wait for it.
     """
 
     request_id: str
@@ -159,6 +160,7 @@ class Request:
     deadline: float  # on the instance's clock
     transfer: TransferRef | None = None
     priority: int = 0
+    is_patient: bool = False
     on_room: Callable[[], None] = field(default=_nobody_waits, compare=False, repr=False)
     life: Life = field(default_factory=Life, compare=False, repr=False)
 

@@ -117,6 +117,9 @@ class ModelRunner:
         for slot in filter(self._group.is_own, plan.retire):
             self._retire(self._slots.pop(slot))
         self._handover.apply(plan)
+        for arrival in plan.arrivals:
+            if arrival.group == self._group.own:
+                self._loaded.expect(arrival.grammar)
         for admit in plan.admit:
             self._rules[admit.slot] = admit.sampling
             if self._group.is_own(admit.slot):
@@ -138,6 +141,7 @@ class ModelRunner:
     def _admit(self, admit: Admit) -> None:
         assert admit.slot not in self._slots, f"slot {admit.slot} is taken"
         assert admit.group == self._group.own, f"slot {admit.slot} is not one of group {admit.group}"
+        self._loaded.expect(admit.sampling.grammar)
         state = SlotState(admit, self._mesh.cache_shard.num_ranks, self.cache.block_size)
         if admit.num_computed >= admit.prompt_len:
             like = torch.empty(0, dtype=self._loaded.dtype, device=self._loaded.device)
@@ -153,6 +157,8 @@ class ModelRunner:
                 del self._live[block]
         if state.push is not None:
             self._handover.retire(state.push)
+        if self._decoder is not None:
+            self._decoder.leave(state)
 
     def _held(self, state: SlotState) -> list[int]:
         held: list[int] = state.blocks[state.held_by(self._mesh.cache_shard.rank)].tolist()

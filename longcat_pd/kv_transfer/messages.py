@@ -151,7 +151,8 @@ class Push:
 class Arrival:
     """Announces a transfer to the decode ranks of a group before it is granted: these blocks are reserved for it.
 
-    Those before ``first_block`` are not: other sequences may read them, and nothing comes for them.
+    Those before ``first_block`` are not: other sequences may read them, and nothing comes for them. ``grammar``: of the
+    answer, to be read meanwhile.
     """
 
     transfer_id: str
@@ -166,6 +167,7 @@ class Arrival:
     source_split_start: int = 0  # of BlockSplit(source_cp_size)
     generation: int
     first_block: int = 0
+    grammar: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from longcat_pd.clock import HEARTBEAT_S, Clock
 from longcat_pd.config.schema import PeerAddress
@@ -190,8 +190,11 @@ class Offering:
                 peer.socket.close()
 
     @asynccontextmanager
-    async def offer(self, offer: Offer, *, peer: str, deadline: float) -> AsyncIterator[OutgoingTransfer]:
-        """A granted transfer. Leaving it unacknowledged, in any way, ends it on both sides.
+    async def offer(
+        self, offer: Offer, *, peer: str, deadline: float, is_patient: bool = False
+    ) -> AsyncIterator[OutgoingTransfer]:
+        """A granted transfer. Leaving it unacknowledged, in any way, ends it on both sides. ``is_patient``: only the
+        deadline ends the wait for the grant.
 
         Raises:
             WorkerUnavailable: no such peer in the configuration.
@@ -204,7 +207,8 @@ class Offering:
             raise TransferFailed(f"the link to {peer} is {there.link.state}", peer_gone=True)
         if offer.transfer_id in there.transfers:
             raise TransferFailed(f"transfer {offer.transfer_id} is open already")
-        transfer = OutgoingTransfer(offer, there, deadline=deadline, clock=self._clock, limits=self._limits)
+        limits = replace(self._limits, grant_s=math.inf) if is_patient else self._limits
+        transfer = OutgoingTransfer(offer, there, deadline=deadline, clock=self._clock, limits=limits)
         there.transfers[offer.transfer_id] = transfer
         self._metrics.transfers_open.inc()
         try:

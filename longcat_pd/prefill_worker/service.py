@@ -56,7 +56,9 @@ class PrefillService:
         async with self._engine.reserve(request, len(request.prompt_token_ids)) as seq:
             self._engine.stamp(seq, Event.OFFERED)
             offer, peer = self._offer(request, request.transfer), request.transfer.peer
-            async with self._offering.offer(offer, peer=peer, deadline=request.deadline) as transfer:
+            async with self._offering.offer(
+                offer, peer=peer, deadline=request.deadline, is_patient=request.is_patient
+            ) as transfer:
                 self._engine.stamp(seq, Event.GRANTED)
                 request.on_room()
                 first = await transfer.during(self._prefill(seq, transfer))

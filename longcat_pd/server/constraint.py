@@ -32,7 +32,7 @@ from longcat_pd.server.tagged_tools import read_tagged
 from longcat_pd.server.text import TextProcessor
 
 MARKUP = Markup((THINK_OPEN, THINK_CLOSE), (CALL_OPEN, CALL_CLOSE), (KEY_OPEN, KEY_CLOSE), (VALUE_OPEN, VALUE_CLOSE))
-MAX_TEXT = 512 * 1024
+MAX_TEXT = 256 * 1024
 _ANSWER = "response_format.json_schema.schema"
 _WORDS = re.compile(r"(?:failed to compile JSON schema: )?([^\n]*)")
 _UNENFORCED = (  # in the library's words, and the keyword

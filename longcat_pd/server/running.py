@@ -51,7 +51,7 @@ class _Choices:
         """Raises LongcatError."""
         await self._turns[index].wait()
         request = await self._request_of(index)
-        return _Begun(index, replace(request, on_room=self._turns[index + 1].set))
+        return _Begun(index, replace(request, on_room=self._turns[index + 1].set, is_patient=index > 0))
 
 
 class Running:

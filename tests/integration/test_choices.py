@@ -24,12 +24,12 @@ NUM_CHOICES, PREFILL_SLOTS, IN_LINE = 12, 3, 3
 
 
 @contextlib.asynccontextmanager
-async def narrow(model: Path, folder: Path) -> AsyncIterator[Topology]:
+async def narrow(model: Path, folder: Path, **engine: float) -> AsyncIterator[Topology]:
     path = cluster_file(
         folder,
         model,
-        prefill_engine={**DRAFTS, "max_num_seqs": PREFILL_SLOTS, "max_queued_requests": IN_LINE},
-        decode_engine={**DRAFTS, "max_num_seqs": 1, "max_queued_requests": IN_LINE},
+        prefill_engine={**DRAFTS, "max_num_seqs": PREFILL_SLOTS, "max_queued_requests": IN_LINE, **engine},
+        decode_engine={**DRAFTS, "max_num_seqs": 1, "max_queued_requests": IN_LINE, **engine},
     )
     async with pools(resolve.load(path, ["model.dtype=float32"])) as topology:
         yield topology
@@ -130,6 +130,21 @@ async def test_many_choices_over_narrow_pools(tmp_path: Path) -> None:
         await check_ends(topology)
         account = await topology.idle_within()
         assert all(worker["mismatch"] == [] for worker in account["instances"].values())
+
+
+async def test_choices_wait_for_their_own_body_as_long_as_it_takes(tmp_path: Path) -> None:
+    """Longer than others wait for room, which they have none of meanwhile."""
+    write_tiny(tmp_path / "m", "2.0", dtype="float32")
+    body = {"prompt": [7, 8], "n": 5, "max_tokens": 150, "ignore_eos": True}
+    async with narrow(tmp_path / "m", tmp_path, queue_timeout_s=0.4) as topology:
+        many = asyncio.ensure_future(post(topology, **body))
+        await until_busy(topology, running=1)
+        began = asyncio.get_running_loop().time()
+        other = await topology.client.post("/v1/completions", json={"prompt": [9], "max_tokens": 1})
+        assert (other.status_code, other.json()["error"]["code"]) == (503, "overloaded")
+        assert [len(choice["text"]) > 0 for choice in (await many)["choices"]] == [True] * 5
+        assert asyncio.get_running_loop().time() - began > 0.4
+        await topology.idle_within()
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -140,6 +141,21 @@ async def test_no_room_within_the_queue_time_is_overloaded() -> None:
         with pytest.raises(Overloaded) as refused:
             await waiting
         assert 1 <= (refused.value.retry_after_s or 0) <= 30
+        running.cancel()
+        await settle()
+        await r.assert_idle()
+
+
+async def test_a_patient_request_waits_until_its_deadline() -> None:
+    async with rig(auto=False, max_num_seqs=1, queue_timeout_s=60.0) as r:
+        running = asyncio.create_task(r.answer(request([5], 2)))
+        await settle()
+        waiting = asyncio.create_task(r.answer(replace(request([9], deadline=r.clock.now() + 90.0), is_patient=True)))
+        await r.clock.advance(80.0)
+        assert not waiting.done()
+        await r.clock.advance(11.0)
+        with pytest.raises(DeadlineExceeded):
+            await waiting
         running.cancel()
         await settle()
         await r.assert_idle()

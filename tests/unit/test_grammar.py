@@ -148,6 +148,39 @@ def test_a_grammar_that_grows_too_large_is_a_fault(vocabulary: Vocabulary) -> No
     assert all(ids_of(mask) == {EOS} for mask in masks)
 
 
+BOMB = '"a" /((a?){50}){50}a{2500}/'
+
+
+def test_what_only_drafts_meet_is_no_fault_of_the_answer(vocabulary: Vocabulary) -> None:
+    """Unless they stand. Nor is it one of other answers of the same grammar."""
+    a, b = (TOKENIZER.encode(letter).ids[0] for letter in "ab")
+    text, masks = f'start: "b"+ | {BOMB}', anything(WINDOW)
+    rejected, stands, other = (vocabulary.begin(text) for _ in range(3))
+    for matcher, run in ((rejected, [b]), (stands, [a, a])):
+        matcher.fill(masks, [a, a, a])
+        assert not matcher.fault and {a, b} <= ids_of(masks[0])
+        matcher.advance(run)
+    assert not rejected.fault and "too many" in stands.fault
+    for matcher in (rejected, other):
+        matcher.fill(masks, [b, b, b])
+        assert not matcher.fault and all(ids_of(mask) >= {b} for mask in masks)
+    assert EOS in ids_of(masks[1])
+    stands.fill(masks, [b, b, b])
+    assert all(ids_of(mask) == {EOS} for mask in masks)
+
+
+def test_a_grammar_that_was_prepared_is_read_once(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[str]()
+    monkeypatch.setattr(
+        vocabulary, "_matcher_of", lambda text: read.append(text) or Vocabulary._matcher_of(vocabulary, text)
+    )
+    text = 'start: "once" | "twice"'
+    vocabulary.prepare(text)
+    vocabulary.prepare(text)
+    assert not vocabulary.begin(text).fault and not vocabulary.begin(text).fault
+    assert read == [text]
+
+
 def test_what_can_be_kept_is_not_refused(vocabulary: Vocabulary) -> None:
     assert vocabulary.refusal(LANGUAGE.grammar) == ""
 

@@ -46,6 +46,10 @@ def test_a_slot_has_the_grammar_of_its_newest_tenant(table: GrammarMasks) -> Non
     assert allowed(found[0]) == {EOS}
     table.seat(1, "", [])
     assert not table.has_any and not table(slots, NO_DRAFTS)[1].any()
+    table.seat(1, 'start: "ab"', [])
+    table.leave(1)
+    table.leave(0)
+    assert not table.has_any
 
 
 def test_a_fault_is_told_once_the_tokens_are_there(table: GrammarMasks) -> None:
