@@ -18,6 +18,7 @@ import llguidance
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator, FormatChecker
 
+from longcat_pd.engine.grammar import Vocabulary
 from longcat_pd.server.text import TextProcessor
 from longcat_pd.tiny.tokenizer import train
 
@@ -25,6 +26,7 @@ VOCAB_SIZE = 600
 EOS = 2
 TOKENIZER = train(VOCAB_SIZE)
 TEXT = TextProcessor(VOCAB_SIZE, TOKENIZER, tokenizer_config={"eos_token": "</longcat_s>"})
+VOCABULARY = Vocabulary(TOKENIZER.to_str(), VOCAB_SIZE, [EOS])
 LIBRARY = llguidance.LLTokenizer(TOKENIZER.to_str(), n_vocab=VOCAB_SIZE, eos_token=EOS)
 
 FORMATS = FormatChecker(formats=())
@@ -71,10 +73,7 @@ def validator(schema: Any) -> Draft202012Validator:
 
 def check(grammar: str) -> str:
     """As the engine does: why the library does not keep a grammar, or empty."""
-    matcher = llguidance.LLMatcher(LIBRARY, grammar, log_level=0)
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    return matcher.get_error()
+    return VOCABULARY.refusal(grammar)
 
 
 def accepts(grammar: str, text: str) -> bool:
