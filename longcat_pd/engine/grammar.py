@@ -25,7 +25,13 @@ ANYTHING = -1  # a word of a mask that forbids nothing
 _MAX_KEPT = 32  # grammars whose beginning is kept for the next answer
 _MAX_KEPT_TEXT = 1 << 20  # characters of them: each costs the library up to a hundred bytes
 # what one mask may cost: some 100 ms in the worst case
-_LIMITS = LLParserLimits(step_lexer_fuel=400_000, step_max_items=100_000, max_lexer_states=50_000, verbose_errors=False)
+_LIMITS = LLParserLimits(
+    step_lexer_fuel=400_000,
+    step_max_items=100_000,
+    max_items_in_row=10_000,  # the largest objects that are taken need some 4,000 behind their first character
+    max_lexer_states=50_000,
+    verbose_errors=False,
+)
 
 
 class Matcher:

@@ -149,7 +149,7 @@ def _refused(words: str, path: str) -> InvalidRequest:
     place = words.find("failed to compile JSON schema: ")
     match = _WORDS.match(words, max(place, 0))
     said = (match[1] if match else words)[:200]
-    if "nsatisfiable" in said or "is empty:" in said:
+    if "nsatisfiable" in said or ("is empty:" in said and "Unable to determine" not in said):
         return InvalidRequest(f"{path} cannot be satisfied: {said}", code="invalid_value", param=path)
     for part, keyword in _UNENFORCED:
         if part in said:

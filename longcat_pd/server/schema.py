@@ -108,7 +108,7 @@ class SchemaReader:
             name = unquote(step).replace("~1", "/").replace("~0", "~")
             if isinstance(place, dict) and name in place:
                 place = place[name]
-            elif isinstance(place, list) and name.isdigit() and len(name) < 9 and int(name) < len(place):
+            elif isinstance(place, list) and name.isascii() and name.isdigit() and len(name) < 9 and int(name) < len(place):
                 place = place[int(name)]
             else:
                 raise malformed(f"{path}.$ref", f"= {shown(reference)} leads nowhere")

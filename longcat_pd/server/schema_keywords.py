@@ -25,6 +25,7 @@ MAX_PATTERNS = 16  # the library compares each with each
 MAX_OPTIONS = 500
 MAX_MEMBERS = 1000  # of objects and arrays among the values of one enum or const
 MAX_PARTS = 8
+MAX_TEXT = 4096  # of one literal text; the library's work for a mask grows with what is left of it
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 REFUSED: dict[str, tuple[Any, ...]] = {  # keyword -> the values that ask for nothing
     "$dynamicRef": (),
@@ -169,7 +170,7 @@ class SchemaObject:
             item = todo.pop()
             num_members += len(item) if isinstance(item, (dict, list)) else 0
             if isinstance(item, str):
-                self._reader.check_text(item, self._path, keyword)
+                self._check_text(keyword, item)
             elif isinstance(item, dict):
                 todo.extend((*item, *item.values()))
             elif isinstance(item, list):
@@ -216,9 +217,14 @@ class SchemaObject:
                 read[name] = self._reader.read_part(schema, path)
         self._out[keyword] = read
 
+    def _check_text(self, keyword: str, text: str) -> None:
+        if len(text) > MAX_TEXT:
+            raise malformed(f"{self._path}.{keyword}", f"holds a text of {len(text)} characters, at most {MAX_TEXT}")
+        self._reader.check_text(text, self._path, keyword)
+
     def _check_name(self, keyword: str, name: str) -> None:
         self._reader.spend(name)
-        self._reader.check_text(name, self._path, keyword)
+        self._check_text(keyword, name)
         if _CONTROL.search(name):
             raise unenforced(self._path, keyword, f"names {shown(name)}, which has a control character")
 

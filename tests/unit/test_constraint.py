@@ -169,6 +169,8 @@ def test_notes_change_nothing():
         ({"anyOf": []}, "invalid_value", ".anyOf"),
         ({"anyOf": {}}, "invalid_value", ".anyOf"),
         ({"$ref": "#/nowhere"}, "invalid_value", ".$ref"),
+        ({"anyOf": [{"type": "null"}], "$ref": "#/anyOf/\u00b2"}, "invalid_value", ".$ref"),
+        ({"allOf": [{"type": "string", "pattern": f"^(?:.*{c}.{{{n}}})"} for n, c in enumerate("abcdefgh", 100)]}, "unsupported_parameter", ""),
         ({"$ref": 1}, "invalid_value", ".$ref"),
         ({"$ref": "https://example.org/s"}, "unsupported_parameter", ".$ref"),
         ({"$ref": "#anchor"}, "unsupported_parameter", ".$ref"),
@@ -217,6 +219,9 @@ COSTLY = [
     {"type": "string", "pattern": "^((a?){50}){50}a{2500}$"},
     {"type": "integer", "multipleOf": 99999},
     {"const": "x" * 200000},
+    {"enum": ["x", ["x" * 5000]]},
+    {"type": "object", "properties": {"x" * 5000: {}}},
+    {"type": "object", "required": ["x" * 5000]},
 ]  # fmt: skip
 
 

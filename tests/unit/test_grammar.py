@@ -181,6 +181,16 @@ def test_a_grammar_that_was_prepared_is_read_once(vocabulary: Vocabulary, monkey
     assert read == [text]
 
 
+def test_large_objects_are_kept_beyond_their_first_token(vocabulary: Vocabulary) -> None:
+    schema = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(500)}}
+    matcher, masks = vocabulary.begin(f"start: %json {json.dumps(schema)}"), anything(1)
+    for token in TOKENIZER.encode('{"p7": 1').ids:
+        matcher.fill(masks, [])
+        assert token in ids_of(masks[0])
+        matcher.advance([token])
+    assert not matcher.fault
+
+
 def test_what_can_be_kept_is_not_refused(vocabulary: Vocabulary) -> None:
     assert vocabulary.refusal(LANGUAGE.grammar) == ""
 
