@@ -40,6 +40,7 @@ ANYTHING = {*STOPPED, *OF_CHAT, "prompts"}
 ONLY_EOS = {"logit_bias": {str(EOS): 100}}
 NARROW = {"temperature": 0, "logit_bias": {str(token): 9 for token in range(100, 106)}}
 TOOLS = {"tools": [TOOL], "temperature": 0}
+ONLY_YES = {"type": "json_schema", "json_schema": {"name": "yes", "schema": {"const": "yes"}}}
 
 Check = Callable[[Parts, Parts], bool]
 
@@ -122,6 +123,15 @@ def best(num: int) -> Check:
     return check
 
 
+def begins_object(after: Parts) -> bool:
+    return bool(after["text"][0].startswith("{")) and after["reasoning"] == [None]
+
+
+def only_calls(after: Parts) -> bool:
+    (calls,) = after["calls"]
+    return after["text"] == [None] and {call["function"]["name"] for call in calls} == {"f"}
+
+
 ROWS = [
     Row("max_tokens", 5, SHORTER, OF_CHAT, check=is_cut),
     Row("max_completion_tokens", 5, SHORTER, OF_CHAT, beside={"max_tokens": LENGTH}, like={"max_tokens": 5}),
@@ -156,6 +166,8 @@ ROWS = [
     Row("logit_bias", {"300": 100}, DRAWN, OF_CHAT, check=lambda _, after: after["ids"] == [[300] * LENGTH]),
     Row("logit_bias", {"300": 0}),
     Row("response_format", {"type": "text"}),
+    Row("response_format", {"type": "json_object"}, DRAWN, {*STOPPED, *OF_CHAT}, check=lambda _, after: begins_object(after)),
+    Row("response_format", ONLY_YES, {*SHORTER, "finish"}, OF_CHAT, check=lambda _, after: after["text"] == ['"yes"']),
     Row("return_token_ids", False, {"ids", "prompts", "shape"}),
     Row("stream", False),
     Row("stream_options", {"include_usage": True, "continuous_usage_stats": True}),
@@ -174,6 +186,15 @@ ROWS_OF_CHAT = [
     Row("tools", [TOOL], {"prompts", "calls", "text", "usage"}, ANYTHING, beside={"temperature": 0}),
     Row("tool_choice", "none", {"prompts", "calls"}, ANYTHING, beside=TOOLS, like={"tools": []}),
     Row("tool_choice", "auto", beside=TOOLS),
+    Row("tool_choice", "required", {"ids", "calls"}, ANYTHING, beside=TOOLS, check=lambda _, after: only_calls(after)),
+    Row(
+        "tool_choice",
+        {"type": "function", "function": {"name": "f"}},
+        {*SHORTER, "calls", "finish"},
+        ANYTHING,
+        beside=TOOLS,
+        check=lambda _, after: only_calls(after) and (len(after["calls"][0]), after["finish"]) == (1, ["tool_calls"]),
+    ),
     Row(
         "parallel_tool_calls",
         False,
