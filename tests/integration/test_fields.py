@@ -186,7 +186,7 @@ ROWS_OF_CHAT = [
     Row("tools", [TOOL], {"prompts", "calls", "text", "usage"}, ANYTHING, beside={"temperature": 0}),
     Row("tool_choice", "none", {"prompts", "calls"}, ANYTHING, beside=TOOLS, like={"tools": []}),
     Row("tool_choice", "auto", beside=TOOLS),
-    Row("tool_choice", "required", {"ids", "calls"}, ANYTHING, beside=TOOLS, check=lambda _, after: only_calls(after)),
+    Row("tool_choice", "required", {"ids", "text"}, ANYTHING, beside=TOOLS, check=lambda _, after: only_calls(after)),
     Row(
         "tool_choice",
         {"type": "function", "function": {"name": "f"}},
