@@ -166,7 +166,9 @@ ROWS = [
     Row("logit_bias", {"300": 100}, DRAWN, OF_CHAT, check=lambda _, after: after["ids"] == [[300] * LENGTH]),
     Row("logit_bias", {"300": 0}),
     Row("response_format", {"type": "text"}),
-    Row("response_format", {"type": "json_object"}, DRAWN, {*STOPPED, *OF_CHAT}, check=lambda _, after: begins_object(after)),
+    Row(
+        "response_format", {"type": "json_object"}, DRAWN, {*STOPPED, *OF_CHAT}, check=lambda _, after: begins_object(after)
+    ),
     Row("response_format", ONLY_YES, {*SHORTER, "finish"}, OF_CHAT, check=lambda _, after: after["text"] == ['"yes"']),
     Row("return_token_ids", False, {"ids", "prompts", "shape"}),
     Row("stream", False),
