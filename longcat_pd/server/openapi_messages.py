@@ -22,6 +22,17 @@ def _message(text: str, roles: tuple[str, ...], required: tuple[str, ...] = ("co
 _REASONING = optional("string", "What the model had thought before it answered.")
 _FUNCTION_TYPE = {"const": "function"}
 
+
+def _function(**fields: Any) -> Schema:
+    """A function by its name, and what else is said of it."""
+    function = {"type": "object", "required": ["name"], "properties": fields}
+    return {
+        "type": "object",
+        "required": ["type", "function"],
+        "properties": {"type": _FUNCTION_TYPE, "function": function},
+    }
+
+
 MESSAGES: Schema = {
     "Message": {"anyOf": [ref(name) for name in ("PlainMessage", "AssistantMessage", "CallingMessage", "ToolMessage")]},
     "PlainMessage": _message("`developer` is another word for `system`.", ("system", "developer", "user")),
@@ -75,34 +86,12 @@ MESSAGES: Schema = {
             },
         },
     },
-    "Tool": {
-        "type": "object",
-        "required": ["type", "function"],
-        "properties": {
-            "type": _FUNCTION_TYPE,
-            "function": {
-                "type": "object",
-                "required": ["name"],
-                "properties": {
-                    "name": {"type": "string", "pattern": f"^{TOOL_NAME.pattern}$"},
-                    "description": optional("string", "What it does, for the model."),
-                    "parameters": optional("object", "A JSON schema of the arguments."),
-                },
-            },
-        },
-    },
-    "NamedTool": {
-        "type": "object",
-        "required": ["type", "function"],
-        "properties": {
-            "type": _FUNCTION_TYPE,
-            "function": {
-                "type": "object",
-                "required": ["name"],
-                "properties": {"name": {"type": "string", "description": "One of `tools`."}},
-            },
-        },
-    },
+    "Tool": _function(
+        name={"type": "string", "pattern": f"^{TOOL_NAME.pattern}$"},
+        description=optional("string", "What it does, for the model."),
+        parameters=optional("object", "A JSON schema of the arguments."),
+    ),
+    "NamedTool": _function(name={"type": "string", "description": "One of `tools`."}),
 }
 
 FORMATS: Schema = {
