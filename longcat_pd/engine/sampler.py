@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from longcat_pd.engine.plan import SlotSampling
-from longcat_pd.kernels.ops import Edits, Ops
+from longcat_pd.kernels.drawing_ops import Edits
+from longcat_pd.kernels.ops import Ops
 from longcat_pd.models.batch import Rows
 from longcat_pd.models.causal_lm import CausalLM
 

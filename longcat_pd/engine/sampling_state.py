@@ -17,7 +17,7 @@ from longcat_pd.engine.masks import GrammarMasks
 from longcat_pd.engine.request import MAX_BIAS
 from longcat_pd.engine.sampler import SamplingRows, floor_of
 from longcat_pd.engine.slots import SlotState
-from longcat_pd.kernels.ops import ENDS, IN_PROMPT, Edits
+from longcat_pd.kernels.drawing_ops import ENDS, IN_PROMPT, Edits
 
 
 class SamplingState(nn.Module):

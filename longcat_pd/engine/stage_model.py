@@ -56,7 +56,9 @@ def build_stage(
         has_draft=has_draft,
     )
     model = CausalLM(context)
-    return StageModel(model=model, ops=ops, weight_bytes=fill_weights(model.weight_specs(), instance.model, config=config))
+    weight_bytes = fill_weights(model.weight_specs(), instance.model, config=config)
+    model.prepare()
+    return StageModel(model=model, ops=ops, weight_bytes=weight_bytes)
 
 
 def data_type(instance: InstanceSpec, config: ModelConfig) -> torch.dtype:

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from longcat_pd.kernels.npu import NpuSettings
+from longcat_pd.kernels.npu import table as npu_table
 from longcat_pd.kernels.opaque import sealed
 from longcat_pd.kernels.ops import Ops
 from longcat_pd.kernels.reference import steady_table, table
 from longcat_pd.kernels.unfused import unfused as with_twins
 
-__all__ = ["Ops", "load"]
+__all__ = ["NpuSettings", "Ops", "load"]
 
 
-def load(device: str, *, exe_mode: str = "eager", is_steady: bool = False, unfused: Collection[str] = ()) -> Ops:
+def load(
+    device: str,
+    *,
+    exe_mode: str = "eager",
+    is_steady: bool = False,
+    unfused: Collection[str] = (),
+    npu: NpuSettings | None = None,
+) -> Ops:
     """The operators of a device kind, one that the resolver lets pass: plain torch wherever nothing better is known.
 
     ``exe_mode``: whether a compiler looks at what is computed with them.
     ``is_steady``: sums over keys that are spread over ranks, and norms, activations, rotations and routing, are made in
     fp64 and rounded once, so that layouts and executions (torch, a compiled graph) agree to the bit. Worth its price where
-    the last bit decides about a whole step: in front of a product that quantises.
+    the last bit decides about a whole step: in front of a product that quantises. On cpu only: others round as they do.
     ``unfused``: parts whose operators are replaced by slow, obvious twins (see ``unfused``).
+    ``npu``: what can be chosen on that device.
     """
-    tables = {"cpu": steady_table if is_steady else table}
-    plain = with_twins(tables[device](), unfused, is_steady=is_steady)
+    if device == "npu":
+        return with_twins(npu_table(npu or NpuSettings(), exe_mode=exe_mode), unfused, is_steady=False)
+    plain = with_twins(steady_table() if is_steady else table(), unfused, is_steady=is_steady)
     return plain if exe_mode == "eager" else sealed(plain, is_steady=is_steady, unfused=unfused)

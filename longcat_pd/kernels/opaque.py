@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longcat_pd.kernels.drawing_ops import Edits
 from longcat_pd.kernels.node import node
-from longcat_pd.kernels.ops import MAX_ELEMENTS, Edits, Ops
+from longcat_pd.kernels.ops import MAX_ELEMENTS, Ops
 from longcat_pd.kernels.reference import steady_table, table
 from longcat_pd.kernels.unfused import unfused as with_twins
 

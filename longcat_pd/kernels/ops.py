@@ -13,16 +13,32 @@ is ``block_starts[k // block_size] + k % block_size``. Columns that hold nothing
 # ruff: noqa: D102  (each operator is a class with one call, and the class says what it means)
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
+
+from longcat_pd.kernels.drawing_ops import Draw, DrawEdited, KeyedUniform
+from longcat_pd.kernels.expert_ops import ExpertRows, GroupedExperts, MoeCombine, MoeDispatch, RouteTopk
 
 MAX_ELEMENTS = 1 << 20  # of what one call should make: 4 MiB in fp32; more leaves the caches and was slower
 
 A = TypeVar("A")
 B = TypeVar("B")
+WeightKind = Literal["linear", "linear_int8", "heads", "experts", "experts_int8", "experts_scale"]
+
+
+class Prepare(Protocol):
+    """A weight as the operators of the same table want it; called once, when it is loaded. May be the weight itself.
+
+    Kinds, as they are loaded: linear [in, out] (see LinearMap), linear_int8 [out, in] int8, heads [H, in, out], experts
+    [E, in, out], experts_int8 [E, out, in] int8, experts_scale [E, out] fp32. What operators say of the shape of a weight
+    is that of the loaded one.
+    """
+
+    def __call__(self, weight: Tensor, kind: WeightKind) -> Tensor: ...
 
 
 class RmsNorm(Protocol):
@@ -71,12 +87,31 @@ class HeadLinear(Protocol):
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
 
-class Rope(Protocol):
-    """Turns pairs of the last dimension of ``x`` [T, R] or [T, H, R] by ``rotation`` [2, T, R / 2, 2], fp32.
+class PrepareRotation(Protocol):
+    """What Rotation of the same table reads angles from, made once: of ``frequencies`` [R / 2] fp64 and ``magnitude``.
 
-    ``rotation[0]`` is (cos, cos) of each pair, ``rotation[1]`` is (-sin, sin): pair times the first plus swapped pair times
-    the second.
-    Pairs are (2 i, 2 i + 1) if ``is_interleaved``, else (i, i + R / 2); they stay where they are. Computed in fp32.
+    ``dtype``: the type of what will be turned.
+    """
+
+    def __call__(self, frequencies: Tensor, *, magnitude: float, dtype: torch.dtype) -> Tensor: ...
+
+
+class Rotation(Protocol):
+    """The rotations of ``positions`` [T], by position times frequency and times magnitude, as Rope of the same table wants
+    them: made once a step for all layers. ``prepared``: what PrepareRotation made.
+
+    In the reference table: [2, T, R / 2, 2] fp32, where ``rotation[0]`` is (cos, cos) of each pair and ``rotation[1]`` is
+    (-sin, sin).
+    """
+
+    def __call__(self, positions: Tensor, prepared: Tensor) -> Tensor: ...
+
+
+class Rope(Protocol):
+    """Turns pairs of the last dimension of ``x`` [T, R] or [T, H, R] by what Rotation of the same table made.
+
+    A pair (a, b) becomes (a cos - b sin, b cos + a sin). Pairs are (2 i, 2 i + 1) if ``is_interleaved``, else
+    (i, i + R / 2); they stay where they are. Computed in fp32 in the reference table.
     """
 
     def __call__(self, x: Tensor, rotation: Tensor, *, is_interleaved: bool) -> Tensor: ...
@@ -102,13 +137,28 @@ class PrologWeights(NamedTuple):
     kv_norm: Tensor
 
 
+class PrologScales(NamedTuple):
+    """Numbers of an attention's front: ``eps`` of both norms; latents are multiplied by ``kv`` before they are stored."""
+
+    eps: float
+    kv: float
+
+
+class PrepareProlog(Protocol):
+    """The weights as MlaProlog and MlaStore of the same table want them, once, when they are loaded. May be themselves."""
+
+    def __call__(self, weights: PrologWeights) -> tuple[Tensor, ...]: ...
+
+
 class MlaProlog(Protocol):
     """All of a latent attention that comes before its keys are looked at.
 
-    ``x`` [T, hidden] goes down to query latents, latents and rope parts of keys. Latents, normed and times ``kv_scale``,
+    ``x`` [T, hidden] goes down to query latents, latents and rope parts of keys. Latents, normed and times ``scales.kv``,
     and rope parts, turned, go to ``slots`` of ``cache`` = (latents, rope parts), see Store. Query latents are normed and go
-    up to heads, whose nope parts are absorbed by ``key_up`` and whose rope parts are turned. ``rotation`` is that of Rope,
-    pairs interleaved; norms as RmsNorm. -> queries of the latents [T, H, C + R], and the normed query latents [T, q_rank].
+    up to heads, whose nope parts are absorbed by ``key_up`` and whose rope parts are turned. ``rotation``: see Rope, pairs
+    interleaved (in the cache and in the queries a table may keep them in another order, the same in both); norms as
+    RmsNorm; ``weights``: what PrepareProlog made. -> queries of the latents [T, H, C + R], and the normed query latents
+    [T, q_rank].
     """
 
     def __call__(
@@ -116,12 +166,26 @@ class MlaProlog(Protocol):
         x: Tensor,
         rotation: Tensor,
         *,
-        weights: PrologWeights,
+        weights: tuple[Tensor, ...],
         slots: Tensor,
         cache: tuple[Tensor, Tensor],
-        eps: float,
-        kv_scale: float,
+        scales: PrologScales,
     ) -> tuple[Tensor, Tensor]: ...
+
+
+class MlaStore(Protocol):
+    """The part of MlaProlog that writes the cache, for rows that attend to nothing."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        rotation: Tensor,
+        *,
+        weights: tuple[Tensor, ...],
+        slots: Tensor,
+        cache: tuple[Tensor, Tensor],
+        scales: PrologScales,
+    ) -> None: ...
 
 
 class SelectPositions(Protocol):
@@ -195,39 +259,6 @@ class MergePartials(Protocol):
     def __call__(self, outs: Tensor, lses: Tensor) -> Tensor: ...
 
 
-class RouteTopk(Protocol):
-    """The experts of every row: top-k of softmax(``logits``) + ``bias``, weighted by the softmax without the bias.
-
-    ``logits`` [T, E] fp32, ``bias`` [E] fp32 -> expert ids [T, topk] and weights [T, topk] fp32, times ``factor``,
-    renormalised to sum 1 before that if ``is_normalized``.
-    """
-
-    def __call__(
-        self, logits: Tensor, bias: Tensor, *, topk: int, factor: float, is_normalized: bool
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class GroupedExperts(Protocol):
-    """``sum_k weights[t, k] * expert(x[t])`` over the chosen experts below E; higher ids contribute nothing.
-
-    ``x`` [T, hidden], ``expert_ids`` and ``weights`` [T, topk], ``gate_up`` [E, hidden, 2 f], ``down`` [E, f, hidden]
-    -> [T, hidden] fp32 (fp64 in a steady table). Where one comes with a scale, [E, 2 f] or [E, hidden] fp32, it is int8 and
-    lies as ``LinearInt8`` wants it, [E, 2 f, hidden] or [E, hidden, f].
-    """
-
-    def __call__(
-        self,
-        x: Tensor,
-        expert_ids: Tensor,
-        *,
-        weights: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        gate_up_scale: Tensor | None = None,
-        down_scale: Tensor | None = None,
-    ) -> Tensor: ...
-
-
 class NgramIds(Protocol):
     """Row numbers of the n-gram tables, [T, tables].
 
@@ -239,91 +270,27 @@ class NgramIds(Protocol):
     def __call__(self, windows: Tensor, *, powers: Tensor, moduli: Tensor, eos: Tensor, ignored: Tensor) -> Tensor: ...
 
 
-class KeyedUniform(Protocol):
-    """One number in [0, 1) for each key, [T] fp64: a counter-based hash (splitmix64's finaliser) of three int64 [T].
-
-    A seeded text is made of these numbers, so every device gives the same ones, to the bit.
-    """
-
-    def __call__(self, seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor: ...
-
-
-class Draw(Protocol):
-    """One token for each row of ``logits`` [T, V] fp32 -> ids [T] int64. Everything else is [T]; fp64, ``top_k`` int64.
-
-    ``temperature`` 0 takes the arg-max, the lowest id of equal ones. Else the softmax at that temperature, in fp64, is cut:
-    to the ``top_k`` best, equal ones by lower id (0: all); then to the shortest run of the best whose sum reaches ``top_p``
-    of what is left (1: all); and then to those of at least ``exp(floor)`` times the best (-inf: all). Of the rest, in the
-    order of ids, the first whose sum exceeds ``uniform`` times all.
-    """
-
-    def __call__(
-        self, logits: Tensor, *, temperature: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor, uniform: Tensor
-    ) -> Tensor: ...
-
-
-IN_PROMPT, ENDS = 1, 2  # bits of ``Edits.flags``
-
-
-class Edits(NamedTuple):
-    """What changes the logits of T rows before they are drawn from. Tables have a row for each of S sequences.
-
-    Tables: ``counts`` [S, V] int32, how often each id was generated; ``flags`` [S, V] uint8, IN_PROMPT for ids that the
-    prompt has and ENDS for those that end an answer; ``bias_ids`` [S, N] int64 and ``bias`` [S, N] fp32, what is added to
-    which id, 0 where there is nothing.
-
-    Rows: ``seqs`` [T], the sequence; ``drafts`` [T, D], ids that stand between what is counted and the row, -1 for none;
-    ``is_early`` [T] bool, whether the answer may not end yet; ``frequency``, ``presence`` and ``repetition`` [T] fp64;
-    ``masks`` [T, words] int32, a bit for each id that may be drawn, the lowest first, and ``is_bound`` [T] bool, whether
-    the row's mask counts.
-    """
-
-    counts: Tensor
-    flags: Tensor
-    bias_ids: Tensor
-    bias: Tensor
-    seqs: Tensor
-    drafts: Tensor
-    is_early: Tensor
-    frequency: Tensor
-    presence: Tensor
-    repetition: Tensor
-    masks: Tensor
-    is_bound: Tensor
-
-
-class DrawEdited(Protocol):
-    """Draw from logits that were changed, in fp64 and rounded once: bias, then penalties, then masks.
-
-    ``repetition`` divides positive and multiplies other logits of ids that the prompt or the answer has, up to the row and
-    with its drafts. Then ``frequency`` for each time that the answer has the id, and ``presence`` if it does, are
-    subtracted. An id that ENDS is not drawn while ``is_early``, and none that the mask of a bound row lacks; where both
-    leave nothing, the mask alone counts. ``logits`` stay as they are; rows without any of this cost what Draw costs.
-    """
-
-    def __call__(
-        self,
-        logits: Tensor,
-        edits: Edits,
-        *,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        floor: Tensor,
-        uniform: Tensor,
-    ) -> Tensor: ...
-
-
 class Overlap(Protocol):
     """Results of two functions that do not depend on each other; a device may run ``side`` beside ``main``."""
 
     def __call__(self, side: Callable[[], A], main: Callable[[], B]) -> tuple[A, B]: ...
 
 
+class Prefetch(Protocol):
+    """These weights will be needed soon behind ``after``, which is being computed: a device may bring them nearer."""
+
+    def __call__(self, weights: Sequence[Tensor], after: Tensor) -> None: ...
+
+
 @dataclass(frozen=True)
 class Ops:
-    """One function per operator. A backend is the reference table with entries replaced."""
+    """One function per operator. A backend is the reference table with entries replaced.
 
+    ``moe_dispatch`` and ``moe_combine`` are a pair; None: the table has none. ``tile_elements``: what one call should make
+    at most (see ``models/tiles.py``).
+    """
+
+    prepare: Prepare
     rms_norm: RmsNorm
     add_rms_norm: AddRmsNorm
     layer_norm: LayerNorm
@@ -331,9 +298,13 @@ class Ops:
     linear: LinearMap
     linear_int8: LinearInt8
     head_linear: HeadLinear
+    prepare_rotation: PrepareRotation
+    rotation: Rotation
     rope: Rope
     store: Store
+    prepare_prolog: PrepareProlog
     mla_prolog: MlaProlog
+    mla_store: MlaStore
     select_positions: SelectPositions
     index_candidates: IndexCandidates
     paged_attention: PagedAttention
@@ -341,8 +312,13 @@ class Ops:
     merge_partials: MergePartials
     route_topk: RouteTopk
     grouped_experts: GroupedExperts
+    expert_rows: ExpertRows
     ngram_ids: NgramIds
     keyed_uniform: KeyedUniform
     draw: Draw
     draw_edited: DrawEdited
     overlap: Overlap
+    prefetch: Prefetch
+    moe_dispatch: MoeDispatch | None = None
+    moe_combine: MoeCombine | None = None
+    tile_elements: int = MAX_ELEMENTS

@@ -14,6 +14,7 @@ from longcat_pd.models.embedding import LmHead, VocabEmbedding
 from longcat_pd.models.footprint import Footprint, footprint
 from longcat_pd.models.mtp import Chosen, DraftLayer
 from longcat_pd.models.ngram import NgramEmbedding
+from longcat_pd.models.preparing import prepare_all
 from longcat_pd.models.weight_spec import WeightSpec
 
 
@@ -36,6 +37,11 @@ class CausalLM(nn.Module):
         for module in (self.word, self.ngram, self.stack, self.head, self.draft):
             if module is not None:
                 yield from module.weight_specs()
+
+    def prepare(self) -> None:
+        """Weights take the form that the operators want. Once, when they are loaded."""
+        for part in self.children():
+            prepare_all(part)
 
     def memory(self, cache: KVCache) -> Footprint:
         """Bytes that this rank allocated, by part (see ``footprint``); ``cache`` is the context's."""

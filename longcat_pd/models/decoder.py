@@ -42,7 +42,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, context: ModelContext, layer: int, *, kv_access: KVAccess) -> None:
         super().__init__()
-        self._overlap = context.ops.overlap
+        self._ops = context.ops
         self.first = _Half(context, layer, place=0, kv_access=kv_access)
         self.second = _Half(context, layer, place=1, kv_access=kv_access)
         self.moe = MixtureOfExperts(context, f"model.layers.{layer}.mlp")
@@ -51,10 +51,12 @@ class DecoderLayer(nn.Module):
         """[T, hidden] -> [T, hidden], both the stream."""
         first, second = self.first, self.second
         attended, keys = first.attention(first.input_norm(x), rotation, inputs=inputs, keys=None)
+        self._ops.prefetch((first.mlp.gate_up.weight, self.moe.router.classifier.weight), attended)
         stream, normed = first.post_norm.after(x, attended)
 
         def dense_path() -> Tensor:
-            middle, h = second.input_norm.after(stream, first.mlp(normed, inputs.rows))
+            mixed = first.mlp(normed, inputs.rows, then=second.attention.front.weights())
+            middle, h = second.input_norm.after(stream, mixed)
             again, _ = second.attention(h, rotation, inputs=inputs, keys=keys)
             end, h = second.post_norm.after(middle, again)
             total: Tensor = end + second.mlp(h, inputs.rows)
@@ -64,7 +66,7 @@ class DecoderLayer(nn.Module):
             shortcut: Tensor = self.moe(normed, inputs.rows)
             return shortcut
 
-        shortcut, dense = self._overlap(experts, dense_path)
+        shortcut, dense = self._ops.overlap(experts, dense_path)
         return dense + shortcut
 
     def weight_specs(self) -> Iterator[WeightSpec]:

@@ -7,57 +7,19 @@ weights never travel: whoever hands a row in adds them. Knows no weights of expe
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from longcat_pd.errors import ConfigError
+from longcat_pd.kernels.expert_ops import ExpertGroup
 from longcat_pd.models.batch import Rows
+from longcat_pd.models.context import ModelContext
+from longcat_pd.models.dispatched import Dispatched, FusedParcels, Parcels, Route, Routing
 from longcat_pd.models.rows import RowExchange, Shares
 from longcat_pd.parallel.collectives import AxisGroup
-from longcat_pd.parallel.mesh import Mesh
-
-
-class Routing(NamedTuple):
-    """Expert ids and fp32 weights, [rows, topk] each."""
-
-    expert_ids: Tensor
-    weights: Tensor
-
-
-Route = Callable[[Tensor], tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class Parcels:
-    """What went out: row and weight of every choice, in the order of experts; and how many to and from each rank."""
-
-    rows: Tensor
-    weights: Tensor
-    num_rows: int
-    dtype: torch.dtype
-    out: list[int]
-    into: list[int]
-
-
-@dataclass(frozen=True)
-class Dispatched:
-    """Rows that this rank's experts are applied to.
-
-    Attributes:
-        x: [N, hidden].
-        routing: [N, k]: numbers among this rank's experts; any number from their count on is not its business.
-        own: the routing of the rows that this rank handed in, by numbers of the model.
-        handle: what ``combine`` of the same pair needs to know.
-    """
-
-    x: Tensor
-    routing: Routing
-    own: Routing
-    handle: Parcels | None = None
 
 
 class ExpertDispatch(Protocol):
@@ -83,16 +45,19 @@ class ExpertDispatch(Protocol):
         ...
 
 
-def make_dispatch(mesh: Mesh, kind: str, num_experts: int) -> ExpertDispatch:
-    """The pair for a layout. ``num_experts``: those of the model that have weights."""
+def make_dispatch(context: ModelContext) -> ExpertDispatch:
+    """The pair for a layout and the way that was asked for."""
+    mesh, num_experts = context.mesh, context.config.n_routed_experts
     ep, moe_tp, same = mesh.axis("ep"), mesh.axis("moe_tp"), mesh.axis("attn_tp")
     assert ep.size == 1 or moe_tp.size == 1, (ep.size, moe_tp.size)
     if ep.size == 1:
         return WholeExperts(RowExchange(moe_tp, same))
-    if kind == "two_level":
+    if context.moe_dispatch == "two_level":
         return TwoLevel(mesh.axis("node"), mesh.axis("local"), same=same, num_experts=num_experts)
+    if context.moe_dispatch == "fused":
+        return Fused(context, ep, same)
     kinds: dict[str, type[Gathered] | type[AllToAll]] = {"gather": Gathered, "all_to_all": AllToAll}
-    return kinds[kind](ep, same, num_experts)
+    return kinds[context.moe_dispatch](ep, same, num_experts)
 
 
 class WholeExperts:
@@ -208,6 +173,57 @@ class TwoLevel(_ByShares):
         return self._node.reduce_scatter(self._courier.combine(y, sent))
 
 
+class Fused(_ByShares):
+    """Rows travel inside two operators of the device, by expert; experts without weights are copies that these know of.
+
+    All shapes are static, and counts never come to the host.
+    """
+
+    def __init__(self, context: ModelContext, group: AxisGroup, same: AxisGroup) -> None:
+        super().__init__(same)
+        config, ops = context.config, context.ops
+        if ops.moe_dispatch is None or ops.moe_combine is None:
+            text = "parallel.moe_dispatch=fused: the operators of this device lack the fused pair; use gather"
+            raise ConfigError(text, param="parallel.moe_dispatch")
+        self._dispatch, self._combine = ops.moe_dispatch, ops.moe_combine
+        is_copy = config.zero_expert_num > 0 and config.zero_expert_type == "identity"
+        self._group = ExpertGroup(
+            communicator=group.communicator,
+            size=group.size,
+            rank=group.rank,
+            num_experts=config.n_routed_experts,
+            num_copies=config.zero_expert_num if is_copy else 0,
+        )
+        if config.zero_expert_num and not is_copy:
+            text = f"parallel.moe_dispatch=fused: knows no zero_expert_type {config.zero_expert_type}; use gather"
+            raise ConfigError(text, param="parallel.moe_dispatch")
+        self._is_int8 = bool(context.int8)
+
+    def dispatch(self, x: Tensor, route: Route, rows: Rows) -> Dispatched:
+        """See ExpertDispatch."""
+        own = Routing(*route(x))
+        num_real = self._shares.num_real(rows)
+        is_real = torch.arange(len(x), device=x.device) < num_real if num_real < len(x) else None
+        sent = self._dispatch(
+            x, own.expert_ids, weights=own.weights, is_real=is_real, group=self._group, is_int8=self._is_int8
+        )
+        return Dispatched(sent.x, own, own, FusedParcels(sent, x, is_real), has_copies=True)
+
+    def combine(self, y: Tensor, sent: Dispatched, rows: Rows) -> Tensor:
+        """See ExpertDispatch."""
+        parcels = sent.handle
+        assert isinstance(parcels, FusedParcels), "what was dispatched by another pair"
+        return self._combine(
+            y,
+            parcels.sent,
+            x=parcels.x,
+            expert_ids=sent.own.expert_ids,
+            weights=sent.own.weights,
+            is_real=parcels.is_real,
+            group=self._group,
+        )
+
+
 class _Courier:
     """Rows to the ranks of one group that have their experts, and their results back to be weighted and added.
 
@@ -239,7 +255,7 @@ class _Courier:
     def combine(self, y: Tensor, sent: Dispatched) -> Tensor:
         """Sums over the experts of the group for all rows of ``x``, in the type of ``y``."""
         parcels = sent.handle
-        assert parcels is not None, "what was dispatched by another pair"
+        assert isinstance(parcels, Parcels), "what was dispatched by another pair"
         back = self._group.all_to_all_rows(y.to(parcels.dtype), parcels.into, parcels.out)  # an expert's result is of it
         total = y.new_zeros((parcels.num_rows, y.shape[1]))
         return total.index_add_(0, parcels.rows, back.to(y.dtype) * parcels.weights.unsqueeze(-1))

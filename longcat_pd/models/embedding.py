@@ -51,6 +51,7 @@ class LmHead(nn.Module):
     def __init__(self, context: ModelContext) -> None:
         super().__init__()
         config, mesh = context.config, context.mesh
+        self._ops = context.ops
         self._cp, attn_tp = mesh.axis("cp"), mesh.axis("attn_tp")
         self._shares = Shares(attn_tp)
         self._exchange = RowExchange(mesh.axis("lmhead_tp"), attn_tp if self._cp.size == 1 else self._cp)
@@ -68,6 +69,7 @@ class LmHead(nn.Module):
 
     def final(self, hidden: Tensor, inputs: ForwardInputs) -> Tensor:
         """The output rows of the stream [T, hidden] (see ``rows``) behind the final norm: [R, hidden]."""
+        self._ops.prefetch((self.head.weight,), hidden)
         normed: Tensor = self.norm(self.rows(hidden, inputs))
         return normed
 

@@ -199,7 +199,7 @@ class _VisibleKeys:
         positions = [inputs.positions.new_empty((0, self.budget))]
         limits = (self._indexer.index_init_tokens, self.budget)
         high = inputs.positions + 1 - self._indexer.index_local_tokens
-        for tile in tiles(inputs, self._block_size, cost):
+        for tile in tiles(inputs, self._block_size, cost, at_most=self._ops.tile_elements):
             where = {"block_tables": tile.block_tables, "block_starts": tile.block_starts}
             best = self._ops.index_candidates(
                 tile.cut(index_q), tile.cut(weights), cache=index, high=tile.cut(high), limits=limits, **where
@@ -226,7 +226,7 @@ class _VisibleKeys:
         lses = [q.new_empty((0, heads), dtype=torch.float32)]
         dense = Cost(key=width, pair=heads)
         cost = dense if keys is None else Cost(row=dense.of(1, keys.shape[1]))
-        for tile in tiles(inputs, self._block_size, cost):
+        for tile in tiles(inputs, self._block_size, cost, at_most=self._ops.tile_elements):
             where = {"latent": latent, "rope": rope, "block_tables": tile.block_tables}
             if keys is None:
                 positions = tile.cut(inputs.positions)

@@ -5,7 +5,7 @@ Parameters are made empty and filled through WeightSpecs. No map of this family 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from longcat_pd.errors import ConfigError
 from longcat_pd.models.batch import Rows
 from longcat_pd.models.context import ModelContext
+from longcat_pd.models.preparing import prepared
 from longcat_pd.models.rows import RowExchange
 from longcat_pd.models.weight_spec import WeightSpec
 from longcat_pd.parallel.collectives import AxisGroup
@@ -63,22 +64,18 @@ def piece_specs(piece: Piece, in_features: int, *, weight: Tensor, scale: Tensor
         yield WeightSpec(f"{name}_scale", shape[:1], copy_into(scale), region[:1], "scale")
 
 
-class Linear(nn.Module):
-    """``x W^T`` with W the stacked rows of one or more checkpoint tensors: whole (replicated) or this rank's rows (column
-    parallel). The results stand side by side in the order of the pieces. Stored as [in, out] (see ``ops.LinearMap``).
+class Matrix(nn.Module):
+    """The stacked rows of one or more checkpoint tensors: whole (replicated) or this rank's rows (column parallel).
+
+    Stored as [in, out] (see ``ops.LinearMap``), in the order of the pieces.
     """
 
     def __init__(self, context: ModelContext, in_features: int, *pieces: Piece, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self._linear = context.ops.linear
         self._pieces = pieces
         self._in_features = in_features
         self.widths = [piece.own_rows.stop - piece.own_rows.start for piece in pieces]
         self.weight = empty_parameter(context, in_features, sum(self.widths), dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, sum of the pieces' own rows]."""
-        return self._linear(x, self.weight)
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """One spec a piece."""
@@ -86,12 +83,28 @@ class Linear(nn.Module):
             yield from piece_specs(piece, self._in_features, weight=target.t())
 
 
+class Linear(Matrix):
+    """``x W^T`` with W a matrix. The results of the pieces stand side by side."""
+
+    def __init__(self, context: ModelContext, in_features: int, *pieces: Piece, dtype: torch.dtype | None = None) -> None:
+        super().__init__(context, in_features, *pieces, dtype=dtype)
+        self._ops = context.ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, sum of the pieces' own rows]."""
+        return self._ops.linear(x, self.weight)
+
+    def prepare(self) -> None:
+        """See Preparable."""
+        self.weight = prepared(self._ops, self.weight, "linear")
+
+
 class Int8Linear(nn.Module):
     """Like ``Linear``, from int8 tensors with one scale a row; stored as they are, [out, in]."""
 
     def __init__(self, context: ModelContext, in_features: int, *pieces: Piece) -> None:
         super().__init__()
-        self._linear = context.ops.linear_int8
+        self._ops = context.ops
         self._pieces = pieces
         self._in_features = in_features
         self.widths = [piece.own_rows.stop - piece.own_rows.start for piece in pieces]
@@ -100,7 +113,11 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, sum of the pieces' own rows]."""
-        return self._linear(x, self.weight, self.scale)
+        return self._ops.linear_int8(x, self.weight, self.scale)
+
+    def prepare(self) -> None:
+        """See Preparable."""
+        self.weight = prepared(self._ops, self.weight, "linear_int8")
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """Two specs a piece."""
@@ -128,7 +145,7 @@ class RowLinear(nn.Module):
 
     def __init__(self, context: ModelContext, name: str, *, shape: tuple[int, int], exchange: RowExchange) -> None:
         super().__init__()
-        self._linear = context.ops.linear
+        self._ops = context.ops
         self._name = name
         self._shape = shape
         self._exchange = exchange
@@ -137,7 +154,11 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         """[rows that were spread, own in] -> the stream [T, out]."""
-        return self._exchange.total(self._linear(x, self.weight), rows)
+        return self._exchange.total(self._ops.linear(x, self.weight), rows)
+
+    def prepare(self) -> None:
+        """See Preparable."""
+        self.weight = prepared(self._ops, self.weight, "linear")
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """The columns of this rank."""
@@ -222,10 +243,11 @@ class GatedMlp(nn.Module):
         self.gate_up = _linear(context, hidden, gate, up)
         self.down = summing_linear(context, f"{name}.down_proj", shape=(hidden, width), exchange=self._exchange)
 
-    def forward(self, x: Tensor, rows: Rows) -> Tensor:
-        """[T, hidden] -> [T, hidden], both the stream."""
-        inner = self._ops.swiglu(self.gate_up(self._exchange.spread(x, rows)))
-        down: Tensor = self.down(inner, rows)
+    def forward(self, x: Tensor, rows: Rows, *, then: Sequence[Tensor] = ()) -> Tensor:
+        """[T, hidden] -> [T, hidden], both the stream. ``then``: weights that are needed behind it."""
+        both = self.gate_up(self._exchange.spread(x, rows))
+        self._ops.prefetch(then, both)
+        down: Tensor = self.down(self._ops.swiglu(both), rows)
         return down
 
     def weight_specs(self) -> Iterator[WeightSpec]:

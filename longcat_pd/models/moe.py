@@ -11,10 +11,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from longcat_pd.kernels.ops import WeightKind
 from longcat_pd.models.batch import Rows
 from longcat_pd.models.context import ModelContext
-from longcat_pd.models.dispatch import Routing, make_dispatch
+from longcat_pd.models.dispatch import make_dispatch
+from longcat_pd.models.dispatched import Dispatched, FusedParcels
 from longcat_pd.models.linear import Linear, Piece, copy_into, empty_parameter, is_int8, piece_specs, share_of
+from longcat_pd.models.preparing import prepared
 from longcat_pd.models.weight_spec import WeightSpec
 
 
@@ -59,7 +62,7 @@ class MixtureOfExperts(nn.Module):
         self._name = name
         self._experts = share_of(config.n_routed_experts, mesh.axis("ep"))
         self._inner = share_of(config.expert_ffn_hidden_size, mesh.axis("moe_tp"))
-        self._dispatch = make_dispatch(mesh, context.moe_dispatch, config.n_routed_experts)
+        self._dispatch = make_dispatch(context)
         width, hidden = self._inner.stop - self._inner.start, config.hidden_size
         self.router = Router(context, f"{name}.router")
         self.gate_up, self.gate_up_scale = self._matrices(context, 2 * width, hidden, parts=("gate_proj", "up_proj"))
@@ -69,17 +72,17 @@ class MixtureOfExperts(nn.Module):
         """[T, hidden] -> [T, hidden], both the stream."""
         x = self._dispatch.take(stream, rows)
         sent = self._dispatch.dispatch(x, self.router, rows)
-        partial = self._ops.grouped_experts(
-            sent.x,
-            sent.routing.expert_ids,
-            weights=sent.routing.weights,
-            gate_up=self.gate_up,
-            down=self.down,
-            gate_up_scale=self.gate_up_scale,
-            down_scale=self.down_scale,
-        )
-        routed = self._dispatch.combine(partial, sent, rows)
-        return self._dispatch.give(self._with_zero_experts(routed, x, sent.own), rows)
+        routed = self._dispatch.combine(self._experts_of(sent), sent, rows)
+        return self._dispatch.give(self._with_zero_experts(routed, x, sent), rows)
+
+    def prepare(self) -> None:
+        """See Preparable."""
+        is_int8 = self.gate_up_scale is not None
+        kind: WeightKind = "experts_int8" if is_int8 else "experts"
+        self.gate_up = prepared(self._ops, self.gate_up, kind)
+        self.down = prepared(self._ops, self.down, kind)
+        if self.down_scale is not None:
+            self.down_scale = prepared(self._ops, self.down_scale, "experts_scale")
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """Router, and the three tensors of each expert that is here, written into the grouped ones."""
@@ -96,10 +99,33 @@ class MixtureOfExperts(nn.Module):
                 region = (slice(0, hidden), own)
                 yield WeightSpec(f"{down}.weight", (hidden, full), copy_into(self.down[place].t()), region)
 
-    def _with_zero_experts(self, routed: Tensor, x: Tensor, own: Routing) -> Tensor:
+    def _experts_of(self, sent: Dispatched) -> Tensor:
+        """What the experts of this rank make of the rows: weighted sums, or each row's own result (see Dispatched)."""
+        if isinstance(sent.handle, FusedParcels):
+            by_expert = sent.handle.sent
+            return self._ops.expert_rows(
+                sent.x,
+                by_expert.counts,
+                row_scale=by_expert.row_scale,
+                gate_up=self.gate_up,
+                down=self.down,
+                gate_up_scale=self.gate_up_scale,
+                down_scale=self.down_scale,
+            )
+        return self._ops.grouped_experts(
+            sent.x,
+            sent.routing.expert_ids,
+            weights=sent.routing.weights,
+            gate_up=self.gate_up,
+            down=self.down,
+            gate_up_scale=self.gate_up_scale,
+            down_scale=self.down_scale,
+        )
+
+    def _with_zero_experts(self, routed: Tensor, x: Tensor, sent: Dispatched) -> Tensor:
         """The whole mixture of the rows ``x``, in their type."""
-        weights = own.weights
-        if self._config.zero_expert_num == 0 or self._config.zero_expert_type == "drop":
+        own, weights = sent.own, sent.own.weights
+        if sent.has_copies or self._config.zero_expert_num == 0 or self._config.zero_expert_type == "drop":
             return routed.to(x.dtype)
         if self._config.zero_expert_type == "copy":  # of an older release: each counts once, whatever its weight
             weights = torch.ones_like(weights)

@@ -17,6 +17,7 @@ from longcat_pd.models.batch import Rows
 from longcat_pd.models.context import ModelContext
 from longcat_pd.models.embedding import VocabEmbedding, vectors_of
 from longcat_pd.models.linear import copy_into, empty_parameter
+from longcat_pd.models.preparing import prepared
 from longcat_pd.models.rows import RowExchange
 from longcat_pd.models.weight_spec import WeightSpec
 
@@ -72,6 +73,10 @@ class NgramEmbedding(nn.Module):
         """Of the word's vector and those of the tables [T, tables, width], projected."""
         total: Tensor = self._ops.linear(vectors.flatten(1), self.projection).float() + word.float()
         return (total / (self._tables.num_tables + 1)).to(self.rows.dtype)
+
+    def prepare(self) -> None:
+        """See Preparable."""
+        self.projection = prepared(self._ops, self.projection, "linear")
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """Word table, n-gram rows that are here and projections, spelled as the checkpoint's family does."""

@@ -8,7 +8,6 @@ from itertools import groupby
 
 from torch import Tensor
 
-from longcat_pd.kernels.ops import MAX_ELEMENTS
 from longcat_pd.models.batch import ForwardInputs
 
 
@@ -39,8 +38,8 @@ class Cost:
         return num_rows * (self.row + self.pair * num_keys) + self.key * num_keys
 
 
-def tiles(inputs: ForwardInputs, block_size: int, cost: Cost) -> Iterator[Tile]:
-    """All rows of the batch in order; sequences without rows are left out.
+def tiles(inputs: ForwardInputs, block_size: int, cost: Cost, *, at_most: int) -> Iterator[Tile]:
+    """All rows of the batch in order; sequences without rows are left out. A tile costs ``at_most`` so much.
 
     Decode rows come in one tile (of a graph, whatever it costs), and so do prompts of equal length; a sequence that costs
     too much is cut between its rows.
@@ -55,13 +54,13 @@ def tiles(inputs: ForwardInputs, block_size: int, cost: Cost) -> Iterator[Tile]:
         if rows_each == 0:
             continue
         columns = _columns(inputs, range(first, seq), block_size)
-        if (seq - first) * cost.of(rows_each, columns * block_size) <= MAX_ELEMENTS:
+        if (seq - first) * cost.of(rows_each, columns * block_size) <= at_most:
             yield _tile(inputs, range(first, seq), rows_each, columns)
             continue
         for alone in range(first, seq):
             columns = _columns(inputs, range(alone, alone + 1), block_size)
             num_keys = columns * block_size
-            left = MAX_ELEMENTS - cost.of(0, num_keys)
+            left = at_most - cost.of(0, num_keys)
             step = max(left // max(cost.of(1, num_keys) - cost.of(0, num_keys), 1), 1)
             yield from _pieces(_tile(inputs, range(alone, alone + 1), rows_each, columns), step)
 

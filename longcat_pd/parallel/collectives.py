@@ -87,6 +87,11 @@ class AxisGroup:
         if group is not None:
             _LINES[group.group_name] = self._line
 
+    @property
+    def communicator(self) -> str:
+        """What a device's own collectives call these ranks, apart from all other groups; empty where there are none."""
+        return ""
+
     def leave(self) -> None:
         """The process group ends."""
         if self._group is not None:

@@ -140,7 +140,8 @@ def test_rows_that_are_missing_are_nobodys_business() -> None:
     tensors = weights_of(range(ROUTED))
 
     def one(rank: int) -> Tensor:
-        mixture, pair = experts(tensors, is_steady=False, mesh=meshes[rank]), make_dispatch(meshes[rank], "gather", ROUTED)
+        mixture = experts(tensors, is_steady=False, mesh=meshes[rank])
+        pair = make_dispatch(replace(make_context("chat"), mesh=meshes[rank], moe_dispatch="gather"))
         rows = Rows(counts[rank], max(counts))
         with torch.inference_mode():
             return pair.dispatch(pair.take(draw_rows(counts[rank], rank), rows), mixture.router, rows).routing.expert_ids

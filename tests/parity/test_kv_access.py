@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from longcat_pd import kernels
 from longcat_pd.models.batch import ForwardInputs
 from longcat_pd.models.kv_access import make_kv_access
 from tests.parity.conftest import MakeCheckpoint
@@ -202,6 +204,7 @@ def test_tiny_tiles_change_no_bit(tiny: MakeCheckpoint, monkeypatch: pytest.Monk
     lengths = [75, 30]
     sequences = [some_tokens(n, n) for n in lengths]
     whole = run(Ranks(tiny("2.0"), sequences), lengths, chunk=40, decode_from=4)
-    monkeypatch.setattr("longcat_pd.models.tiles.MAX_ELEMENTS", 5000)
+    small = replace(kernels.load("cpu"), tile_elements=5000)
+    monkeypatch.setattr("tests.parity.ranks.kernels.load", lambda device: small)
     cut = run(Ranks(tiny("2.0"), sequences), lengths, chunk=40, decode_from=4)
     assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))

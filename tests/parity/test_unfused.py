@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longcat_pd import kernels
-from longcat_pd.kernels.ops import Ops, PrologWeights
+from longcat_pd.kernels.ops import Ops, PrologScales, PrologWeights
 
 PARTS = ("attention", "experts", "norms", "prolog")
 NOWHERE = 1 << 40
@@ -196,7 +196,7 @@ def test_prolog(seed: int, dtype: torch.dtype, is_steady: bool, parts: tuple[str
     for ops in (twin, plain):
         cache = tuple(torch.zeros(NUM_BLOCKS, BLOCK_SIZE, width, dtype=dtype) for width in (latent, turned))
         results = ops.mla_prolog(
-            x, rotation, weights=weights, slots=slots, cache=(cache[0], cache[1]), eps=1e-5, kv_scale=1.7
+            x, rotation, weights=weights, slots=slots, cache=(cache[0], cache[1]), scales=PrologScales(1e-5, 1.7)
         )
         for entry in cache:
             entry[0, 0] = 0
@@ -219,7 +219,7 @@ def test_prolog_is_what_its_parts_make() -> None:
     rotation = torch.stack((torch.stack((cos, cos), -1), torch.stack((-sin, sin), -1)))
     cache = (torch.zeros(4, 2, latent), torch.zeros(4, 2, turned))
     q, q_lora = ops.mla_prolog(
-        x, rotation, weights=weights, slots=torch.tensor([5, 2, 7]), cache=cache, eps=1e-5, kv_scale=1.5
+        x, rotation, weights=weights, slots=torch.tensor([5, 2, 7]), cache=cache, scales=PrologScales(1e-5, 1.5)
     )
 
     def norm(values: Tensor, weight: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from longcat_pd import kernels
-from longcat_pd.kernels.ops import ENDS, IN_PROMPT, Edits
+from longcat_pd.kernels.drawing_ops import ENDS, IN_PROMPT, Edits
 from longcat_pd.kernels.reference.sampling import (
     draw,
     draw_edited,

@@ -12,7 +12,7 @@ from longcat_pd.engine.plan import SlotSampling
 from longcat_pd.engine.request import MAX_BIAS
 from longcat_pd.engine.sampling_state import SamplingState
 from longcat_pd.engine.slots import SlotState
-from longcat_pd.kernels.ops import ENDS, IN_PROMPT
+from longcat_pd.kernels.drawing_ops import ENDS, IN_PROMPT
 from longcat_pd.kv_cache.block_pool import GroupPool
 from longcat_pd.sizing.memory import BIAS_BYTES, SLOT_BYTES
 from tests.slots import GREEDY, admit

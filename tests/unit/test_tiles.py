@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import pytest
 import torch
 
-from longcat_pd.models import tiles as module
 from longcat_pd.models.batch import ForwardInputs, Rows
 from longcat_pd.models.tiles import Cost, Tile, tiles
 
@@ -34,8 +32,8 @@ def batch(lengths: list[int], kv_lens: list[int], *, columns: int = 10, stride: 
     )
 
 
-def cut(inputs: ForwardInputs, *, row: int = 0, key: int = 0, pair: int = 1) -> list[Tile]:
-    return list(tiles(inputs, BLOCK, Cost(row, key, pair)))
+def cut(inputs: ForwardInputs, *, row: int = 0, key: int = 0, pair: int = 1, at_most: int = 1 << 20) -> list[Tile]:
+    return list(tiles(inputs, BLOCK, Cost(row, key, pair), at_most=at_most))
 
 
 def shapes(found: list[Tile]) -> list[tuple[int, int, int, int]]:
@@ -70,10 +68,10 @@ def test_no_more_columns_than_the_table_has() -> None:
     assert shapes(cut(batch([1], [4000]))) == [(0, 1, 1, 10)]
 
 
-def test_what_is_too_large_is_cut_between_sequences_then_between_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_ELEMENTS", 100)
+def test_what_is_too_large_is_cut_between_sequences_then_between_rows() -> None:
     inputs = batch([5, 5], [8, 40])  # a row of the first costs 8 keys, of the second 40
-    assert shapes(cut(inputs)) == [(0, 5, 5, 2), (5, 7, 2, 10), (7, 9, 2, 10), (9, 10, 1, 10)]
-    assert shapes(cut(inputs, key=1))[1:] == [(i, i + 1, 1, 10) for i in range(5, 10)]  # 40 for the keys, 40 for each row
-    assert [tile.rows for tile in cut(inputs, row=1000)] == [slice(i, i + 1) for i in range(10)]
-    assert [tile.rows for tile in cut(inputs, key=1000)] == [slice(i, i + 1) for i in range(10)]
+    assert shapes(cut(inputs, at_most=100)) == [(0, 5, 5, 2), (5, 7, 2, 10), (7, 9, 2, 10), (9, 10, 1, 10)]
+    # 40 for the keys, 40 for each row
+    assert shapes(cut(inputs, key=1, at_most=100))[1:] == [(i, i + 1, 1, 10) for i in range(5, 10)]
+    assert [tile.rows for tile in cut(inputs, row=1000, at_most=100)] == [slice(i, i + 1) for i in range(10)]
+    assert [tile.rows for tile in cut(inputs, key=1000, at_most=100)] == [slice(i, i + 1) for i in range(10)]

@@ -12,7 +12,9 @@ from longcat_pd.kernels.reference import attention, indexer, int8, moe, ngram, n
 
 def table() -> Ops:
     """Every operator, on any device that torch has."""
+    mla_prolog, mla_store = attention.prolog_with(norm.rms_norm, norm.rope)
     return Ops(
+        prepare=rows.prepare,
         rms_norm=norm.rms_norm,
         add_rms_norm=norm.add_rms_norm,
         layer_norm=norm.layer_norm,
@@ -20,9 +22,13 @@ def table() -> Ops:
         linear=rows.linear,
         linear_int8=int8.linear_int8,
         head_linear=rows.head_linear,
+        prepare_rotation=norm.prepare_rotation,
+        rotation=norm.rotation,
         rope=norm.rope,
         store=attention.store,
-        mla_prolog=attention.prolog_with(norm.rms_norm, norm.rope),
+        prepare_prolog=rows.prepare_prolog,
+        mla_prolog=mla_prolog,
+        mla_store=mla_store,
         select_positions=indexer.select_positions,
         index_candidates=indexer.index_candidates,
         paged_attention=attention.paged_attention,
@@ -30,17 +36,20 @@ def table() -> Ops:
         merge_partials=attention.merge_partials,
         route_topk=moe.route_topk,
         grouped_experts=moe.experts_with(norm.swiglu),
+        expert_rows=moe.rows_with(norm.swiglu),
         ngram_ids=ngram.ngram_ids,
         keyed_uniform=sampling.keyed_uniform,
         draw=sampling.draw,
         draw_edited=sampling.draw_edited,
         overlap=moe.overlap,
+        prefetch=moe.prefetch,
     )
 
 
 def steady_table() -> Ops:
     """The same with bits that do not show how sums over keys and experts are spread, nor how a row was computed."""
     plain = table()
+    mla_prolog, mla_store = attention.prolog_with(steady.rms_norm, steady.rope)
     return replace(
         plain,
         rms_norm=steady.rms_norm,
@@ -48,9 +57,11 @@ def steady_table() -> Ops:
         layer_norm=steady.layer_norm,
         swiglu=steady.swiglu,
         rope=steady.rope,
-        mla_prolog=attention.prolog_with(steady.rms_norm, steady.rope),
+        mla_prolog=mla_prolog,
+        mla_store=mla_store,
         paged_attention=attention.wide(plain.paged_attention),
         sparse_attention=attention.wide(plain.sparse_attention),
         route_topk=steady.route_topk,
         grouped_experts=moe.experts_with(steady.swiglu, torch.float64),
+        expert_rows=moe.rows_with(steady.swiglu),
     )

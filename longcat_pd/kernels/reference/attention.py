@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longcat_pd.kernels.ops import MlaProlog, PrologWeights, RmsNorm, Rope
+from longcat_pd.kernels.ops import MlaProlog, MlaStore, PrologScales, PrologWeights, RmsNorm, Rope
 from longcat_pd.kernels.reference.rows import ROW_TILE, head_linear, in_tiles, linear, sum_over_keys
 
 Attend = Callable[..., tuple[Tensor, Tensor]]
@@ -28,33 +28,48 @@ def store(cache: Tensor, slots: Tensor, values: Tensor) -> None:
     cache.view(-1, cache.shape[-1]).index_copy_(0, slots, values)
 
 
-def prolog_with(rms_norm: RmsNorm, rope: Rope) -> MlaProlog:
-    """See ``ops.MlaProlog``: one product for all that goes down, one turn for keys and queries."""
+def prolog_with(rms_norm: RmsNorm, rope: Rope) -> tuple[MlaProlog, MlaStore]:
+    """See ``ops.MlaProlog`` and ``ops.MlaStore``: one product for all that goes down, one turn for keys and queries."""
 
     def mla_prolog(
         x: Tensor,
         rotation: Tensor,
         *,
-        weights: PrologWeights,
+        weights: tuple[Tensor, ...],
         slots: Tensor,
         cache: tuple[Tensor, Tensor],
-        eps: float,
-        kv_scale: float,
+        scales: PrologScales,
     ) -> tuple[Tensor, Tensor]:
         """The key's rope part is turned as one more head."""
-        (heads, nope_width, kv_rank), q_rank = weights.key_up.shape, weights.q_norm.shape[0]
-        down = linear(x, weights.down)
+        by = PrologWeights(*weights)
+        (heads, nope_width, kv_rank), q_rank = by.key_up.shape, by.q_norm.shape[0]
+        down = linear(x, by.down)
         rope_width = down.shape[1] - q_rank - kv_rank
         q_lora, latent, rope_key = torch.split(down, [q_rank, kv_rank, rope_width], 1)
-        q_lora = rms_norm(q_lora, weights.q_norm, eps)
-        q = linear(q_lora, weights.q_up).view(len(x), heads, nope_width + rope_width)
+        q_lora = rms_norm(q_lora, by.q_norm, scales.eps)
+        q = linear(q_lora, by.q_up).view(len(x), heads, nope_width + rope_width)
         nope, rope_part = torch.split(q, [nope_width, rope_width], -1)
         turned = rope(torch.cat((rope_part, rope_key.unsqueeze(1)), 1), rotation, is_interleaved=True)
-        store(cache[0], slots, rms_norm(latent, weights.kv_norm, eps) * kv_scale)
+        store(cache[0], slots, rms_norm(latent, by.kv_norm, scales.eps) * scales.kv)
         store(cache[1], slots, turned[:, heads])
-        return torch.cat((head_linear(nope, weights.key_up), turned[:, :heads]), -1), q_lora
+        return torch.cat((head_linear(nope, by.key_up), turned[:, :heads]), -1), q_lora
 
-    return mla_prolog
+    def mla_store(
+        x: Tensor,
+        rotation: Tensor,
+        *,
+        weights: tuple[Tensor, ...],
+        slots: Tensor,
+        cache: tuple[Tensor, Tensor],
+        scales: PrologScales,
+    ) -> None:
+        by = PrologWeights(*weights)
+        q_rank, kv_rank = by.q_norm.shape[0], by.kv_norm.shape[0]
+        latent, rope_key = linear(x, by.down)[:, q_rank:].tensor_split([kv_rank], 1)
+        store(cache[0], slots, rms_norm(latent, by.kv_norm, scales.eps) * scales.kv)
+        store(cache[1], slots, rope(rope_key, rotation, is_interleaved=True))
+
+    return mla_prolog, mla_store
 
 
 def paged_attention(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from longcat_pd.kernels.ops import GroupedExperts, Swiglu
+from longcat_pd.kernels.expert_ops import ExpertRows, GroupedExperts
+from longcat_pd.kernels.ops import Swiglu
 from longcat_pd.kernels.reference.int8 import quantise, scaled_product
 from longcat_pd.kernels.reference.rows import never_alone, product
 
@@ -58,6 +59,27 @@ def experts_with(activate: Swiglu, sums: torch.dtype = torch.float32) -> Grouped
     return grouped_experts
 
 
+def rows_with(activate: Swiglu) -> ExpertRows:
+    """See ``ops.ExpertRows``; ``activate`` stands between the two products of an expert."""
+
+    def expert_rows(
+        x: Tensor,
+        counts: Tensor,
+        *,
+        row_scale: Tensor | None,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_scale: Tensor | None = None,
+        down_scale: Tensor | None = None,
+    ) -> Tensor:
+        assert row_scale is None, "rows are quantised before they travel by fused pairs only, which this table lacks"
+        num = counts.tolist()
+        inner = activate(_by_expert(x, gate_up, gate_up_scale, counts=num, rows=slice(0, sum(num))))
+        return torch.nn.functional.pad(_by_expert(inner, down, down_scale, counts=num), (0, 0, 0, len(x) - sum(num)))
+
+    return expert_rows
+
+
 def _by_expert(
     x: Tensor, weight: Tensor, scale: Tensor | None, *, counts: list[int], rows: Tensor | slice = slice(None)
 ) -> Tensor:
@@ -81,3 +103,7 @@ def _by_expert(
 def overlap(side: Callable[[], A], main: Callable[[], B]) -> tuple[A, B]:
     """See ``ops.Overlap``: one after the other."""
     return side(), main()
+
+
+def prefetch(weights: Sequence[Tensor], after: Tensor) -> None:
+    """See ``ops.Prefetch``: a processor does that by itself."""

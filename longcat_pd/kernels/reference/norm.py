@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -26,6 +27,23 @@ def swiglu(x: Tensor) -> Tensor:
     """See ``ops.Swiglu``."""
     gate, up = x.chunk(2, -1)
     return functional.silu(gate) * up
+
+
+def prepare_rotation(frequencies: Tensor, *, magnitude: float, dtype: torch.dtype) -> Tensor:
+    """See ``ops.PrepareRotation``: both, fp64."""
+    return torch.stack((frequencies, torch.full_like(frequencies, magnitude)))
+
+
+def rotation(positions: Tensor, prepared: Tensor) -> Tensor:
+    """See ``ops.Rotation``.
+
+    Computed where it is needed and not read from a table: a table for a million positions takes a quarter of a GiB on every
+    rank and ends somewhere. Angles are fp64, because a large position times a frequency loses the fraction in fp32.
+    """
+    frequencies, magnitude = prepared.unbind(0)
+    angles = positions.double().unsqueeze(-1) * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return (torch.stack((cos, cos, -sin, sin)) * magnitude).float().view(2, 2, *angles.shape).movedim(1, -1)
 
 
 def rope(x: Tensor, rotation: Tensor, *, is_interleaved: bool) -> Tensor:

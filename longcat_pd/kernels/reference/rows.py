@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from longcat_pd.kernels.ops import PrologWeights, WeightKind
+
 ROW_TILE = 16
 KEY_TILE = 256
 SUM_TILE = 512
@@ -22,6 +24,16 @@ def in_tiles(x: Tensor) -> Tensor:
     """``x`` [..., rows, width] with rows of zeros behind, up to a multiple of ``ROW_TILE``."""
     missing = -x.shape[-2] % ROW_TILE
     return functional.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def prepare(weight: Tensor, kind: WeightKind) -> Tensor:
+    """See ``ops.Prepare``: operators take weights as they are loaded."""
+    return weight
+
+
+def prepare_prolog(weights: PrologWeights) -> tuple[Tensor, ...]:
+    """See ``ops.PrepareProlog``."""
+    return weights
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longcat_pd.kernels.ops import ENDS, IN_PROMPT, Edits
+from longcat_pd.kernels.drawing_ops import ENDS, IN_PROMPT, Edits
 
 MAX_ELEMENTS = 1 << 22  # logits that are drawn from at once: in fp64, sorted and summed up they take twenty times as much
 

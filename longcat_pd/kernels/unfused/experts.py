@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longcat_pd.kernels.ops import GroupedExperts
+from longcat_pd.kernels.expert_ops import GroupedExperts
 from longcat_pd.kernels.unfused.norms import gated
 
 _LEVELS = 127

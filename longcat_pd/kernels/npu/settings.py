@@ -1,0 +1,25 @@
+"""What can be chosen about the operators of an NPU. Filled from the configuration by whoever builds a rank's model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NpuSettings:
+    """One rank's.
+
+    Attributes:
+        is_overlapped: experts run on a stream of their own beside the dense path; each has ``cube_cores`` and
+            ``vector_cores``.
+        is_prefetched: weights are brought to the second-level cache before they are needed.
+        dispatch_algorithm: ``comm_alg`` of the fused pair: "", "fullmesh", "hierarchy", "fullmesh_v1", "fullmesh_v2".
+        is_series_a3: Atlas A3, not A2: other limits of the fused pair.
+    """
+
+    is_overlapped: bool = True
+    cube_cores: int = 12
+    vector_cores: int = 24
+    is_prefetched: bool = True
+    dispatch_algorithm: str = ""
+    is_series_a3: bool = False
