@@ -1,8 +1,9 @@
-"""CPU kernels of Ascend operators, written from their documented meaning. Knows no caller; `tests.npu.device` registers them.
+"""CPU kernels of Ascend operators, written from their documented meaning. `tests.npu.device` registers them.
 
-Every module here exposes `KERNELS`, from the operator's name in the `npu` namespace (`npu_rms_norm`; `npu_x.overload` for an overload that
-is not the default) to a function with the parameter names of the schema. A module that is not written yet is passed over, so that the kernels can
-arrive one file at a time.
+Every module here exposes `KERNELS`, from the operator's name in the `npu` namespace (`npu_rms_norm`; `npu_x.overload`
+for an overload that is not the default) to a function whose parameters have the schema's names: it is called by
+keyword alone, with every default of the schema filled in. What a schema marks `(a!)` is written in place. A module
+that is not written yet is passed over, so that the kernels can arrive one file at a time.
 """
 
 import importlib
