@@ -1,8 +1,9 @@
 """Link stand-ins: empty shared objects in place of CANN's, so that torch_npu can be imported on a machine without it.
 
-What the wheel's libraries need and nobody on the machine offers is found with readelf and nm, and compiled with gcc: one library
-that answers every missing function with an error code, and for each other name a library that only links to the first. Schemas,
-shape functions and graph building call none of them but the few in ANSWERS. Knows nothing of Python's side of torch_npu.
+What the wheel's libraries need and nobody on the machine offers is found with readelf and nm, and compiled with gcc:
+one library that answers every missing function with an error code, and for each other name a library that only links
+to the first. Schemas, shape functions and graph building call none of them but the few in ANSWERS. Knows nothing of
+Python's side of torch_npu.
 
     python -m tests.npu.offline.stand_ins <folder with torch_npu> <folder to write>
 """
@@ -19,9 +20,12 @@ CARRIER = "libascendcl.so"
 OPENED_BY_NAME = ("libopapi.so",)  # torch_npu looks for functions in it at run time, without linking it
 SYSTEM = re.compile(r"^(lib(stdc\+\+|m|gcc_s|pthread|c|dl|rt|util)\.so|ld-linux)")
 
-# Called while torch_npu is imported: no device, a named processor, an empty error text, no log.
+# Called while torch_npu is imported (no device, a named processor, an empty error text, no log), and by the device guard of
+# FakeTensors that claim to be on one.
 ANSWERS = {
-    "aclrtGetDeviceCount": "int aclrtGetDeviceCount(unsigned *count) { *count = 0; return 0; }",
+    "aclrtGetDevice": "int aclrtGetDevice(int *device) { *device = 0; return 0; }",
+    "aclrtSetDevice": "int aclrtSetDevice(int device) { return 0; }",
+    "aclrtGetDeviceCount": "int aclrtGetDeviceCount(unsigned *count) { *count = 1; return 0; }",
     "aclrtGetSocName": 'const char *aclrtGetSocName(void) { return "Ascend910B3"; }',
     "aclGetRecentErrMsg": 'const char *aclGetRecentErrMsg(void) { return ""; }',
     "aclAppLog": "void aclAppLog(void) { }",
@@ -55,10 +59,14 @@ def generate(site: Path, folder: Path) -> dict[str, int]:
     present = {path.name for path in wheel + torch_libraries}
     absent = {name for name in needed(wheel) if name not in present and not SYSTEM.match(name)}
     offered = set(symbols(wheel + torch_libraries, "--defined-only"))
-    missing = {name for name in symbols(wheel, "--undefined-only") if name not in offered and not name.startswith(("Py", "_Py"))}
+    missing = {
+        name for name in symbols(wheel, "--undefined-only") if name not in offered and not name.startswith(("Py", "_Py"))
+    }
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "stand_in.c"
-    source.write_text("\n".join(ANSWERS.get(name) or UNKNOWN.format(name=name) for name in sorted(missing | set(ANSWERS))) + "\n")
+    source.write_text(
+        "\n".join(ANSWERS.get(name) or UNKNOWN.format(name=name) for name in sorted(missing | set(ANSWERS))) + "\n"
+    )
     _run("gcc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{CARRIER}", "-o", str(folder / CARRIER), str(source))
     empty = folder / "empty.c"
     empty.write_text("")
