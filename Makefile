@@ -53,5 +53,31 @@ $(NODE_CLIENTS): tests/clients/node/package-lock.json
 	npm ci --no-fund --no-audit --prefix $(<D)
 	touch $@
 
+# The NPU table against the real torch_npu over link stand-ins: nothing runs on an NPU. x86-64, gcc and binutils; the wheels
+# (75 MB) are a download of this target alone, into a folder of its own.
+NPU := .npu
+NPU_RELEASES := 2.6.0.post5 2.13.0
+
+.PHONY: npu-wheels test-npu
+npu-wheels: $(NPU)/wheels/complete
+
+$(NPU)/wheels/complete: Makefile | $(STAMP)
+	for release in $(NPU_RELEASES); do $(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+	  --python-version 311 --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 --dest $(@D) torch_npu==$$release || exit 1; done
+	touch $@
+
+$(NPU)/site/complete: tests/npu/offline/requirements.txt $(NPU)/wheels/complete
+	rm -rf $(@D)
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --find-links $(NPU)/wheels --target $(@D) -r $<
+	touch $@
+
+$(NPU)/stand-ins/complete: tests/npu/offline/stand_ins.py $(NPU)/site/complete
+	rm -rf $(@D)
+	$(PYTHON) -m tests.npu.offline.stand_ins $(NPU)/site $(@D)
+	touch $@
+
+test-npu: $(NPU)/stand-ins/complete
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH=$(NPU)/stand-ins PYTHONPATH=$(NPU)/site $(PYTEST) tests/npu/offline tests/npu/test_schema_lines.py
+
 clean:
 	rm -rf .mypy_cache .ruff_cache .pytest_cache build dist

@@ -1,6 +1,6 @@
 """Schema lines of Ascend operators, read from a torch_npu wheel without loading it.
 
-The strings with which torch_npu registers its operators are plain text in two shared objects of the wheel. The command
+The strings with which torch_npu registers its operators are plain text in a shared object of the wheel. The command
 keeps those that a backend for LongCat could call (`schemas/operators.txt`) in `schemas/<release>.txt`, one a line, sorted.
 Knows nothing of what an operator means.
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 RELEASES = ("2.6.0.post5", "2.13.0")
 SCHEMAS = Path(__file__).with_name("schemas")
-LIBRARIES = ("libtorch_npu.so", "libop_plugin_atb.so")
+LIBRARY = "libtorch_npu.so"
 
 # Every operator a backend could choose, older and newer variants and functional twins included; a release lacks some.
 OPERATORS = frozenset((SCHEMAS / "operators.txt").read_text().split())
@@ -33,10 +33,10 @@ def lines_of(wheel: Path) -> list[str]:
     found: set[str] = set()
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
-            if name.rpartition("/")[2] in LIBRARIES:
+            if name.endswith(f"/{LIBRARY}"):
                 found.update(match.decode("ascii", "replace") for match in LINE.findall(archive.read(name)))
     wanted = {line.removeprefix("npu::") for line in found if operator_of(line) in OPERATORS}
-    return sorted(line for line in wanted if not line.partition("(")[0].endswith(("out", ".lse")))
+    return sorted(line for line in wanted if not line.partition("(")[0].endswith(".out"))
 
 
 def wheel_of(release: str, folder: Path) -> Path | None:

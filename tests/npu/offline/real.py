@@ -31,8 +31,8 @@ SOCS = {"Ascend910B3": 223, "Ascend910_9391": 250}  # one of Atlas A2, one of A3
 
 @contextlib.contextmanager
 def processor(soc: str) -> Iterator[None]:
-    """torch_npu takes the machine for one with `soc`, and CANN for a new one. Python sees no device: what finds one asks the
-    runtime for its state, and the runtime is a stand-in."""
+    """torch_npu takes the machine for one with `soc`, and CANN for a new one. Python sees no device: who finds one asks
+    the runtime for its state, and the runtime is a stand-in."""
     version = SOCS[soc]
     with contextlib.ExitStack() as stack:
         for owner in (_backends, utils, _meta_registrations, torch_npu.npu):
