@@ -43,7 +43,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Demand:
-    """A node whose optional inputs or attributes the target's CANN must know."""
+    """A node type that the compiler asks CANN about before it uses it, with the optional inputs and attributes given."""
 
     type: str
     inputs: tuple[str, ...]
@@ -116,8 +116,7 @@ def compiler(soc: str, *, stop: bool = True) -> Iterator[list[Demand]]:
     demands: list[Demand] = []
 
     def compatible(type_: str, runtime_optional_inputs: tuple[str, ...], runtime_optional_attrs: tuple[str, ...]) -> str:
-        if runtime_optional_inputs or runtime_optional_attrs:
-            demands.append(Demand(type_, tuple(runtime_optional_inputs), tuple(runtime_optional_attrs)))
+        demands.append(Demand(type_, tuple(runtime_optional_inputs), tuple(runtime_optional_attrs)))
         return ""
 
     def built(self: Any, *args: Any, **kwargs: Any) -> Any:
