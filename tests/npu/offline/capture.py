@@ -24,7 +24,7 @@ from torchair.core import _backend  # isort: skip
 from torchair.ge import _ge_graph, ge_custom  # isort: skip
 
 STREAM, CUBES, VECTORS = "_user_stream_label", "_op_aicore_num", "_op_vectorcore_num"
-BOOKKEEPING = frozenset(f"_{side}_name_{part}" for side in ("input", "output") for part in ("key", "value"))
+BOOKKEEPING = {"_inference_rule", *(f"_{side}_name_{part}" for side in ("input", "output") for part in ("key", "value"))}
 
 
 @dataclass(frozen=True)
