@@ -98,16 +98,33 @@ class _Native:
 def ge_graph(
     function: Callable[..., Any], *args: Any, soc: str = "Ascend910B3", config: Any = None, dynamic: bool = False
 ) -> Captured:
-    """The graph of `function(*args)`: CPU tensors, or FakeTensors of `shapes.fake`, then inside its context."""
+    """The graph of `function(*args)`: FakeTensors of `shapes.empty`, then inside `shapes.fake`, or CPU tensors."""
     torch._dynamo.reset()
     backend = torchair.get_npu_backend(compiler_config=config or torchair.CompilerConfig())
+    return graph_of(torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic), *args, soc=soc)
+
+
+def graph_of(compiled: Callable[..., Any], *args: Any, soc: str = "Ascend910B3") -> Captured:
+    """The graph that a function compiled by torchair, or one of its cached methods, would run for these arguments."""
     with compiler(soc) as demands, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
+            compiled(*args)
         except _Built as built:
             return Captured(tuple(_node(op) for op in built.graph.op), tuple(dict.fromkeys(demands)))
     raise AssertionError("the function ran without a graph being built")
+
+
+def run_eagerly(function: Callable[..., Any], *args: Any, soc: str = "Ascend910B3", config: Any = None) -> Any:
+    """What `function(*args)` gives after torchair's own passes over the graph of torch, computed on CPU tensors by torch and
+    the kernels of `tests.npu.device`; arguments that it writes to are written to."""
+    torch._dynamo.reset()
+    config = config or torchair.CompilerConfig()
+    config.debug.run_eagerly = True
+    backend = torchair.get_npu_backend(compiler_config=config)
+    with compiler(soc, stop=False), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*args)
 
 
 @contextlib.contextmanager

@@ -9,12 +9,12 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from tests.npu.device import install
-from tests.npu.offline.capture import CUBES, STREAM, VECTORS, Demand, ge_graph, ranks
+from tests.npu.offline.capture import CUBES, STREAM, VECTORS, Demand, ge_graph, ranks, run_eagerly
 from tests.npu.offline.real import SOCS, torchair
 from tests.npu.offline.shapes import empty, fake
 
 INT32, INT64, FLOAT = torch.int32, torch.int64, torch.float32
-install()
+computed = install().computed
 
 
 def test_cummax_fails() -> None:
@@ -209,3 +209,30 @@ def test_an_own_operator_can_emit_a_stock_node() -> None:
     assert node.attrs == {"scale_value": 0.125, "return_softmax_lse": True}
     assert graph.demands == (Demand("SparseFlashAttention", (), ()),)
     library._destroy()
+
+
+def test_passes_keep_what_a_function_gives_and_writes() -> None:
+    def function(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        cache[:2].copy_(x[:2])
+        return torch.nn.functional.silu(x) + cache.sum()
+
+    x, cache, expected = torch.randn(4, 8), torch.zeros(4, 8), torch.zeros(4, 8)
+    torch.testing.assert_close(run_eagerly(function, cache, x), function(expected, x))
+    assert torch.equal(cache, expected)
+
+
+def test_passes_keep_what_operators_give_and_write() -> None:
+    needed = {"npu_rms_norm", "npu_scatter_nd_update_", "npu_scatter_nd_update"}
+    if not needed <= computed:
+        pytest.skip(f"no CPU kernel of {', '.join(sorted(needed - computed))}")
+
+    def function(cache: torch.Tensor, slots: torch.Tensor, x: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
+        y, _ = torch.ops.npu.npu_rms_norm(x, gamma, epsilon=1e-6)
+        torch.ops.npu.npu_scatter_nd_update_(cache, slots, y)
+        return y * 2
+
+    x, gamma, slots = torch.randn(4, 64), torch.rand(64), torch.tensor([[3], [1], [7], [2]])
+    cache, expected = torch.zeros(8, 64), torch.zeros(8, 64)
+    torch.testing.assert_close(run_eagerly(function, cache, slots, x, gamma), function(expected, slots, x, gamma))
+    assert torch.equal(cache, expected)
+    assert cache[3].any()
