@@ -43,7 +43,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Demand:
-    """A node type that the compiler asks CANN about before it uses it, with the optional inputs and attributes given."""
+    """A node type that the compiler asks CANN about before it uses it, with the optional inputs and attributes given.
+
+    It asks for some of the newer types only; `Captured.uses` is the longer list of what the target has to know.
+    """
 
     type: str
     inputs: tuple[str, ...]
@@ -64,6 +67,15 @@ class Captured:
     def of(self, *types: str) -> list[Node]:
         """The nodes of these types."""
         return [node for node in self.nodes if node.type in types]
+
+    def uses(self) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+        """For each type, the names of the inputs given to some node of it, and of its attributes that are the operator's."""
+        found: dict[str, tuple[set[str], set[str]]] = {}
+        for node in self.nodes:
+            inputs, attrs = found.setdefault(node.type, (set(), set()))
+            inputs.update(argument for argument, source in zip(node.arguments, node.inputs, strict=False) if source)
+            attrs.update(name for name in node.attrs if not name.startswith("_"))
+        return {type_: (tuple(sorted(inputs)), tuple(sorted(attrs))) for type_, (inputs, attrs) in sorted(found.items())}
 
     def readers(self, node: Node) -> list[Node]:
         """The nodes that take an output of `node`, control edges left out."""
@@ -116,8 +128,8 @@ def graph_of(compiled: Callable[..., Any], *args: Any, soc: str = "Ascend910B3")
 
 
 def run_eagerly(function: Callable[..., Any], *args: Any, soc: str = "Ascend910B3", config: Any = None) -> Any:
-    """What `function(*args)` gives after torchair's own passes over the graph of torch, computed on CPU tensors by torch and
-    the kernels of `tests.npu.device`; arguments that it writes to are written to."""
+    """What `function(*args)` gives after torchair's own passes over torch's graph, computed on CPU tensors by torch and the
+    kernels of `tests.npu.device`; arguments that it writes to are written to."""
     torch._dynamo.reset()
     config = config or torchair.CompilerConfig()
     config.debug.run_eagerly = True

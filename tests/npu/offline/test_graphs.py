@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from tests.npu.device import install
-from tests.npu.offline.capture import CUBES, STREAM, VECTORS, Demand, ge_graph, ranks, run_eagerly
+from tests.npu.offline.capture import CUBES, STREAM, VECTORS, ge_graph, ranks, run_eagerly
 from tests.npu.offline.real import SOCS, torchair
 from tests.npu.offline.shapes import empty, fake
 
@@ -207,7 +207,7 @@ def test_an_own_operator_can_emit_a_stock_node() -> None:
     (node,) = graph.of("SparseFlashAttention")
     assert node.arguments == ("query", "key", "value", "sparse_indices")
     assert node.attrs == {"scale_value": 0.125, "return_softmax_lse": True}
-    assert graph.demands == (Demand("SparseFlashAttention", (), ()),)
+    assert graph.uses()["SparseFlashAttention"] == (tuple(sorted(node.arguments)), ("return_softmax_lse", "scale_value"))
     library._destroy()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.npu.offline.capture import ge_graph
+from tests.npu.offline.capture import Demand, ge_graph
 from tests.npu.offline.real import SOCS, torchair
 from tests.npu.offline.shapes import empty, fake
 
@@ -314,6 +314,14 @@ def test_an_operator_becomes_its_node(name: str, soc: str) -> None:
 def test_an_operator_without_a_converter_fails(call: Callable[[], Any], operator: str) -> None:
     with fake(), pytest.raises(Exception, match=operator):
         ge_graph(lambda x: (call(), x + 1), empty(1))
+
+
+def test_demands_on_cann_are_recorded() -> None:
+    with fake():
+        graph = ge_graph(lambda x: (dequant_swiglu_quant(), x + 1), empty(1))
+    given = ("weight_scale", "activation_scale", "group_index")
+    assert graph.demands == (Demand("DequantSwigluQuant", given, ("activate_left", "quant_mode")),)
+    assert set(given) < set(graph.uses()["DequantSwigluQuant"][0])
 
 
 def test_lengths_as_tensors_stay_inputs_of_the_graph_and_lists_become_constants() -> None:
