@@ -69,7 +69,7 @@ class Captured:
         return [node for node in self.nodes if node.type in types]
 
     def uses(self) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-        """For each type, the names of the inputs given to some node of it, and of its attributes that are the operator's."""
+        """For each type, the inputs given to some node of it and its attributes, the compiler's own left out."""
         found: dict[str, tuple[set[str], set[str]]] = {}
         for node in self.nodes:
             inputs, attrs = found.setdefault(node.type, (set(), set()))
