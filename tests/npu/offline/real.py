@@ -47,6 +47,7 @@ def processor(soc: str) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch_npu.npu, "get_device_name", lambda device=None: soc))
         stack.enter_context(mock.patch.object(torch_npu.npu, "is_available", lambda: False))
         stack.enter_context(mock.patch.object(torch_npu.npu, "device_count", lambda: 0))
+        stack.enter_context(mock.patch.object(torch_npu.npu, "_lazy_init", lambda: None))
         stack.enter_context(mock.patch.object(utils, "_is_gte_cann_version", lambda version, module="CANN": True))
         yield
 

@@ -28,6 +28,8 @@ def test_shapes_are_those_of_the_release() -> None:
         normalised, rstd = torch.ops.npu.npu_rms_norm(empty(3, 64), empty(64), epsilon=1e-6)
         assert (normalised.shape, normalised.dtype, normalised.device.type) == ((3, 64), torch.bfloat16, "npu")
         assert (rstd.shape, rstd.dtype) == ((3, 1), torch.float32)
+        lengths = torch.tensor([3, 5], dtype=torch.int32, device="npu")
+        assert (lengths.shape, lengths.device.type, lengths.cpu().device.type) == ((2,), "npu", "cpu")
         with pytest.raises(RuntimeError, match="Unknown keyword argument 'eps'"):
             torch.ops.npu.npu_rms_norm(empty(3, 64), empty(64), eps=1e-6)
 
