@@ -59,7 +59,9 @@ def npu_grouped_matmul(
     limits.one_of("act_type", act_type, 0)
     if tuning_config is not None:
         expected = list(tuning_config)
-        limits.require(len(expected) >= 1 and expected[0] >= 0, f"tuning_config is {expected}, it should be [rows per expert]")
+        limits.require(
+            len(expected) >= 1 and expected[0] >= 0, f"tuning_config is {expected}, it should be [rows per expert]"
+        )
     rows, matrices = limits.single("x", x), limits.single("weight", weight)
     counts = _checked_groups(limits, rows, matrices, group_list, group_list_type)
     if rows.dtype in FLOATS:

@@ -1,4 +1,4 @@
-"""How a CPU kernel refuses what the operator's documentation does not allow: ValueError with operator, argument and numbers.
+"""How a CPU kernel refuses what the documentation does not allow: ValueError with operator, argument and numbers.
 
 A device would compute garbage or die without a word, so a kernel never tolerates more than is documented, with one
 exception: fp32 is accepted wherever 16-bit floats are, because only so can tokens be compared exactly.
@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-NUMBERS = {0: torch.uint8, 1: torch.int8, 3: torch.int32, 4: torch.int64, 5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
+NUMBERS = {
+    0: torch.uint8,
+    1: torch.int8,
+    3: torch.int32,
+    4: torch.int64,
+    5: torch.float16,
+    6: torch.float32,
+    15: torch.bfloat16,
+}
 GARBAGE = 1515870810  # 0x5a5a5a5a: what undefined int32 and int64 elements hold
 GARBAGE_INT8 = -91
 

@@ -99,7 +99,9 @@ def npu_quant_matmul(
     _check_scales(limits, out, scale, columns, pertoken_scale, rows)
     sums = integer_product(x1.flatten(0, -2), x2)
     if bias is not None:
-        float_bias = () if out == torch.int32 else (torch.float32,) if out != torch.bfloat16 else (torch.bfloat16, torch.float32)
+        float_bias = (
+            () if out == torch.int32 else (torch.float32,) if out != torch.bfloat16 else (torch.bfloat16, torch.float32)
+        )
         limits.dtype("bias", bias, torch.int32, *((torch.float16,) if out == torch.float16 else float_bias))
         limits.shape("bias", bias, columns)
         if bias.dtype == torch.int32:
@@ -176,7 +178,9 @@ def npu_dequant_swiglu_quant(
         if quant_mode == 1:
             q[run], scale[run] = quantised(inner)
         else:
-            q[run] = (inner if quant_offset is None else inner + quant_offset).round().clamp(-LEVELS - 1, LEVELS).to(torch.int8)
+            q[run] = (
+                (inner if quant_offset is None else inner + quant_offset).round().clamp(-LEVELS - 1, LEVELS).to(torch.int8)
+            )
     return q, scale
 
 
