@@ -50,7 +50,9 @@ def test_rows_of_floats_meet_their_expert(kind: int, split_item: int, dtype: tor
         tuning_config=[2],
     )
     assert y.dtype == dtype
-    torch.testing.assert_close(y[:USED], products(x, w).to(dtype), rtol=0.005 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        y[:USED], products(x, w).to(dtype), rtol=0.005 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
+    )
     assert y[USED:].isnan().all()
 
 

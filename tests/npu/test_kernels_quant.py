@@ -139,7 +139,9 @@ def test_dequant_swiglu_quant_of_floats_and_with_static_scales() -> None:
     inner = torch.tensor([[silu(row[i]) * row[i + 6] for i in range(6)] for row in x.tolist()], dtype=torch.float64)
     q, scale = npu.npu_dequant_swiglu_quant(x, activate_left=True, quant_mode=1)
     assert_quantised(q, scale, inner)
-    fixed, nothing = npu.npu_dequant_swiglu_quant(x, quant_scale=factor, quant_offset=offset, activate_left=True, quant_mode=0)
+    fixed, nothing = npu.npu_dequant_swiglu_quant(
+        x, quant_scale=factor, quant_offset=offset, activate_left=True, quant_mode=0
+    )
     assert torch.equal(fixed.double(), (inner * factor + offset).round().clamp(-128, 127))
     assert nothing.isnan().all()
 
@@ -185,7 +187,12 @@ REFUSED: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] =
         {"output_dtype": torch.bfloat16, "pertoken_scale": P.bfloat16()},
         "pertoken_scale is torch.bfloat16",
     ),
-    (npu.npu_quant_matmul, (X8, W8, S.bfloat16()), {"output_dtype": torch.float16, "pertoken_scale": P}, "scale is torch.b"),
+    (
+        npu.npu_quant_matmul,
+        (X8, W8, S.bfloat16()),
+        {"output_dtype": torch.float16, "pertoken_scale": P},
+        "scale is torch.b",
+    ),
     (npu.npu_quant_matmul, (X8, W8, S), {"output_dtype": torch.bfloat16, "offset": S}, "offset is given"),
     (npu.npu_quant_matmul, (int8(1, 65536), int8(65536, 1), S[:1]), {"output_dtype": torch.int32}, "x1 is 65536"),
     (npu.npu_quant_matmul, (int8(1, 1), int8(1, 65536), S[:1]), {"output_dtype": torch.int32}, "x2 is 65536"),

@@ -290,8 +290,8 @@ def npu_moe_distribute_combine_v2(
     if ori_x is not None:
         limits.dtype("ori_x", ori_x, expand_x.dtype)
         limits.shape("ori_x", ori_x, rows, hidden)
-    stamps = assist_info_for_combine[: capacity * ASSIST].view(-1, ASSIST)
     sent = _opened(limits, call, expert_ids, assist_info_for_combine, ep_send_counts)
+    stamps = assist_info_for_combine[: capacity * ASSIST].view(-1, ASSIST)
     limits.require(
         sent.num_active == num_active, f"x_active_mask has {num_active} rows, that of dispatch {sent.num_active}"
     )

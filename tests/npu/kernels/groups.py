@@ -47,23 +47,23 @@ def thread_exchange(size: int, timeout: float = 30.0) -> Exchange:
     return members.exchange
 
 
-def gloo_exchange(process_group: dist.ProcessGroup | None = None) -> Exchange:
-    """Among processes, over a group of torch.distributed: the shapes of all tensors first, then their bytes."""
+def gloo_exchange(process_group: dist.ProcessGroup) -> Exchange:
+    """Among processes, over a gloo group (``dist.group.WORLD``): the shapes of all tensors first, then their bytes."""
+
+    def gathered(tensor: Tensor) -> list[Tensor]:
+        out = [torch.empty_like(tensor) for _ in range(process_group.size())]
+        process_group.allgather([out], [tensor]).wait()
+        return out
 
     def exchange(rank: int, item: Item) -> list[Item]:
-        size = dist.get_world_size(process_group)
-        if dist.get_rank(process_group) != rank:
-            raise ValueError(f"rank {rank} of the operator is rank {dist.get_rank(process_group)} of its group")
+        if process_group.rank() != rank:
+            raise ValueError(f"rank {rank} of the operator is rank {process_group.rank()} of its group")
         shapes = torch.tensor([_header(tensor) for tensor in item], dtype=torch.int64)
-        everyones = [torch.empty_like(shapes) for _ in range(size)]
-        dist.all_gather(everyones, shapes, group=process_group)
-        headers = [shape.tolist() for shape in everyones]
+        headers = [shape.tolist() for shape in gathered(shapes)]
         lengths = [sum(_num_bytes(header) for header in each) for each in headers]
         flat = torch.zeros(max(max(lengths), 1), dtype=torch.uint8)
         flat[: lengths[rank]] = torch.cat([_bytes(tensor) for tensor in item])
-        gathered = [torch.empty_like(flat) for _ in range(size)]
-        dist.all_gather(gathered, flat, group=process_group)
-        return [_unpacked(data, each) for data, each in zip(gathered, headers, strict=True)]
+        return [_unpacked(data, each) for data, each in zip(gathered(flat), headers, strict=True)]
 
     return exchange
 
