@@ -146,6 +146,7 @@ CASES = {
     "A3, v2, other rows": replace(MESH, rows=(1, 4), options={"comm_alg": "fullmesh_v2", "global_bs": 8}),
     "A3, masked": replace(MESH, active=(2, 0)),
     "A3, bf16": replace(MESH, dtype=torch.bfloat16),
+    "A3, weights along": replace(MESH, is_weighted_early=True),
     "A2": replace(MESH, soc="A2", hidden=32, world=8, rows=(3,) * 8, zero=0, topk=11),
     "A2, zero only": replace(MESH, soc="A2", hidden=32, copy=0),
     "A2, hierarchy": Case(
