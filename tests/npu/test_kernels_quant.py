@@ -171,6 +171,7 @@ REFUSED: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] =
     ),
     (npu.npu_dynamic_quant, (torch.ones(2, 4),), {"dst_type": torch.int32}, "dst_type is 3"),
     (npu.npu_dynamic_quant, (torch.ones(2, 4),), {"quant_mode": "pertensor"}, "quant_mode is 'pertensor'"),
+    (npu.npu_quant_matmul, (X8, W8.t().contiguous().t(), S), {"output_dtype": torch.int32}, "x2 of shape .* is a view"),
     (npu.npu_quant_matmul, (X8, W8, S), {}, "npu_quant_matmul: output_dtype is not given"),
     (npu.npu_quant_matmul, (X8, W8, S), {"output_dtype": torch.int8}, "output_dtype is 1"),
     (npu.npu_quant_matmul, (X8.int(), W8, S), {"output_dtype": torch.int32}, "x1 is torch.int32"),

@@ -75,6 +75,7 @@ def npu_grouped_matmul(
         return [out]
     limits.dtype("x", rows, torch.int8, *FLOATS)
     limits.dtype("weight", matrices, torch.int8)
+    limits.contiguous("weight", matrices)
     return [_int8_products(limits, rows, matrices, counts, scale, per_token_scale, output_dtype)]
 
 
@@ -142,6 +143,7 @@ def npu_grouped_matmul_swiglu_quant_v2(
     matrices, scales = limits.single("weight", weight), limits.single("weight_scale", weight_scale)
     limits.dtype("x", x, torch.int8)
     limits.dtype("weight", matrices, torch.int8)
+    limits.contiguous("weight", matrices)
     counts = _checked_groups(limits, x, matrices, group_list, group_list_type)
     experts, _, both = matrices.shape
     limits.require(both % 2 == 0, f"weight has an odd width, N = {both}")

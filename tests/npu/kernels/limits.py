@@ -52,6 +52,11 @@ class Limits:
         wanted = ["any" if size is None else size for size in sizes]
         self.require(fits, f"{argument} has shape {list(tensor.shape)}, it should be {wanted}")
 
+    def contiguous(self, argument: str, tensor: Tensor) -> None:
+        """int8 weights lie as they are read, [.., K, N]: only so can they be brought into the device's own format."""
+        strides = list(tensor.stride())
+        self.require(tensor.is_contiguous(), f"{argument} of shape {list(tensor.shape)} is a view with strides {strides}")
+
     def one_of(self, argument: str, value: Any, *allowed: Any) -> None:
         fits = any(type(value) is type(choice) and value == choice for choice in allowed)
         self.require(fits, f"{argument} is {value!r}, allowed are {list(allowed)}")

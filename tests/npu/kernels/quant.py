@@ -91,6 +91,7 @@ def npu_quant_matmul(
     limits.dtype("x2", x2, torch.int8)
     limits.require(2 <= x1.dim() <= 6, f"x1 has {x1.dim()} dimensions, allowed are 2 to 6")
     limits.shape("x2", x2, None, None)
+    limits.contiguous("x2", x2)
     (inner, columns), rows = x2.shape, x1.shape[:-1].numel()
     limits.require(x1.shape[-1] == inner, f"x1 has K = {x1.shape[-1]}, x2 has K = {inner}")
     limits.within("last dimension of x1", inner, 1, MAX_DIM)
