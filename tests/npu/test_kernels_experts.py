@@ -179,8 +179,9 @@ def test_the_fused_product_refuses(changed: dict[str, Any], complaint: str) -> N
 
 
 def test_the_int8_chain_gives_what_the_reference_table_gives() -> None:
-    """Every row quantised and sorted, two products with an activation between them, and back: in fp32 nothing but the order
-    of multiplications and sums differs. A value may land on the other side of a half, so a few outputs may be a step off."""
+    """Every row quantised and sorted, two products with an activation between them, and back: in fp32 only the order of
+    multiplications and sums differs. A value may land on the other side of a half, so a few outputs may be a step off.
+    """
     rows, hidden, inner, experts, topk = 40, 128, 64, 6, 3
     ids = torch.stack([torch.randperm(experts + 2, generator=DRAW)[:topk] for _ in range(rows)]).int()
     x, weights = normal(rows, hidden), torch.rand(rows, topk, generator=DRAW)
