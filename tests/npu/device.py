@@ -62,12 +62,21 @@ def install(release: str = "2.13.0") -> Installed:
 
 
 def by_keyword(schema: torch.FunctionSchema, kernel: Callable[..., object]) -> Callable[..., object]:
-    """`kernel` called with every argument of the schema by name: the dispatcher leaves out what equals its default."""
+    """`kernel` called with every argument of the schema by name: the dispatcher leaves out what equals its default.
+
+    TypeError for None in place of a tensor that is not optional, which the dispatcher lets through to a kernel in Python.
+    """
     names = tuple(argument.name for argument in schema.arguments)
     defaults = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
 
+    plain = tuple(argument.name for argument in schema.arguments if str(argument.type) == "Tensor")
+
     def call(*args: object, **kwargs: object) -> object:
-        return kernel(**(defaults | dict(zip(names, args, strict=False)) | kwargs))
+        given = defaults | dict(zip(names, args, strict=False)) | kwargs
+        for name in plain:
+            if name in given and given[name] is None:
+                raise TypeError(f"{schema.name}: {name} has to be a Tensor, not None")
+        return kernel(**given)
 
     return call
 
