@@ -1,0 +1,135 @@
+"""The NPU's table says the tokens of the reference table: every model, drafts, int8, every layout and dispatch.
+
+In fp32, which no device computes in: CPU kernels take it so that tokens can be compared one by one.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from longcat_pd.config import resolve
+from longcat_pd.config.schema import ParallelConfig, RankSpec
+from longcat_pd.parallel.mesh import Mesh
+from longcat_pd.quantize import quantize
+from tests.compiled import Crowd, Said, Work, with_engine
+from tests.npu.ranks import live, npu_table
+from tests.npu.widths import BLOCK, WIDTHS
+from tests.parity.conftest import MakeCheckpoint
+from tests.parity.gloo import on_ranks, rank_specs
+from tests.slots import GREEDY
+from tests.topology import cluster_file, pools
+
+SLOTS, NUM_BLOCKS, TOPK = 4, 80, 48
+LENGTHS = (1, 17, TOPK - 2, TOPK + 1, 90, 5)
+CROWD = Crowd(at_once=3, joining=2)
+
+
+def work() -> list[Work]:
+    draw, found = random.Random(7), []
+    for n, length in enumerate(LENGTHS):
+        prompt = [draw.randrange(32, 1000) for _ in range(length)]
+        rule = replace(GREEDY, temperature=0.8 * (n % 2), top_p=0.9, top_k=20 * (n % 4 == 1), seed=n)
+        found.append(Work(prompt, rule, num_new=8 + n % 3))
+    return found
+
+
+def specs(path: Path, parallel: ParallelConfig, num_drafts: int = 0) -> list[RankSpec]:
+    made = rank_specs(path, parallel, num_blocks=NUM_BLOCKS, num_drafts=num_drafts)
+    return [with_engine(spec, block_size=BLOCK, max_num_seqs=SLOTS, max_model_len=192) for spec in made]
+
+
+def alone(path: Path, num_drafts: int = 0, *, is_npu: bool) -> list[list[int]]:
+    spec = specs(path, ParallelConfig(), num_drafts)[0]
+    if not is_npu:
+        return ids(live(spec, Mesh.single(), work(), CROWD, False))
+    with npu_table():
+        return ids(live(spec, Mesh.single(), work(), CROWD, False))
+
+
+def ids(said: list[Said]) -> list[list[int]]:
+    return [one.ids for one in said]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny: MakeCheckpoint, tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+    made: dict[str, Path] = {}
+
+    def make(variant: str, *, is_int8: bool = False) -> Path:
+        plain = tiny(variant, *WIDTHS[variant])
+        if not is_int8:
+            return plain
+        if variant not in made:
+            made[variant] = tmp_path_factory.mktemp("int8") / variant
+            quantize(plain, made[variant])
+        return made[variant]
+
+    return make
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("is_int8", [False, True], ids=["float", "int8"])
+@pytest.mark.parametrize("variant", ["2.0", "lite-sparse", "lite", "chat"])
+def test_one_rank(checkpoint, variant: str, is_int8: bool, num_drafts: int) -> None:  # type: ignore[no-untyped-def]
+    if variant == "lite" and num_drafts:
+        return  # has no draft layer
+    path = checkpoint(variant, is_int8=is_int8)
+    assert alone(path, num_drafts, is_npu=True) == alone(path, is_npu=False)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to spread a decode instance over ranks."""
+
+    parallel: ParallelConfig
+    variant: str = "2.0"
+    num_drafts: int = 3
+    is_int8: bool = False
+
+
+def pair(dispatch: str, **sizes: int) -> ParallelConfig:
+    return ParallelConfig(kvp_size=2, attn_tp_size=2, ep_size=2, moe_dispatch=dispatch, **sizes)  # type: ignore[arg-type]
+
+
+LAYOUTS = {
+    "kvp": Layout(ParallelConfig(kvp_size=2, attn_tp_size=2)),
+    "kvp, dense": Layout(ParallelConfig(kvp_size=2, attn_tp_size=2), variant="chat"),
+    "gather": Layout(pair("gather"), is_int8=True),
+    "all_to_all": Layout(pair("all_to_all")),
+    "two_level": Layout(pair("two_level", node_size=2)),
+    "fused": Layout(pair("fused")),
+    "fused, int8": Layout(pair("fused"), is_int8=True),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_many_ranks(checkpoint, name: str) -> None:  # type: ignore[no-untyped-def]
+    layout = LAYOUTS[name]
+    path = checkpoint(layout.variant, is_int8=layout.is_int8)
+    found = on_ranks(specs(path, layout.parallel, layout.num_drafts), live, work(), CROWD, True)
+    assert ids(found[0]) == alone(path, is_npu=False)
+
+
+async def test_prefill_in_stages_and_contexts_to_a_partitioned_cache(checkpoint, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """The whole topology: pp 2 x cp 2 into kvp 2 with drafts, every rank on the NPU's table."""
+    path = checkpoint("2.0")
+    file = cluster_file(
+        tmp_path,
+        path,
+        prefill={"pp_size": 2, "cp_size": 2},
+        decode={"kvp_size": 2, "attn_tp_size": 2},
+        prefill_engine={"num_draft_tokens": 3},
+        decode_engine={"num_draft_tokens": 3},
+    )
+    config = resolve.load(file)
+    entries = {"prefill": "tests.npu.ranks:prefill_main", "decode": "tests.npu.ranks:decode_main"}
+    greedy = [replace(one, sampling=GREEDY) for one in work()]
+    wanted = ids(live(specs(path, ParallelConfig())[0], Mesh.single(), greedy, CROWD, False))
+    async with pools(config, entries=entries) as topology:
+        for one, expected in zip(greedy, wanted, strict=True):
+            choice = await topology.complete(one.prompt, max_tokens=one.num_new)
+            assert choice["token_ids"] == expected
+        await topology.idle_within()
