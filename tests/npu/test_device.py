@@ -1,11 +1,16 @@
 """The stand-in device: schemas of a release are the dispatcher's, kernels are reached with every default filled in."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.npu.device import by_keyword, install
 from tests.npu.schema_lines import OPERATORS, RELEASES, kept, operator_of
 
+ROOT = Path(__file__).parents[2]
 installed = install()
 
 
@@ -57,3 +62,15 @@ def test_a_kernel_is_called_by_keyword_with_the_defaults_of_the_schema() -> None
     x = torch.zeros(1)
     by_keyword(schema, lambda **arguments: seen.update(arguments))(x, eps=0.25)
     assert seen == {"x": x, "k": 3, "eps": 0.25, "ranges": []}
+
+
+def test_the_older_release_has_its_own_schemas() -> None:
+    """In a process of its own: only one release fits into one."""
+    code = (
+        "from tests.npu.device import install; import torch; assert not install('2.6.0.post5').refused;"
+        "print('dst_type' in str(torch.ops.npu.npu_dynamic_quant.default._schema),"
+        " hasattr(torch.ops.npu, 'npu_ring_attention_update'),"
+        " 'ScalarType' in str(torch.ops.npu.npu_quant_matmul.default._schema))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT, timeout=120)
+    assert (done.stdout.split(), done.returncode) == (["True", "False", "True"], 0), done.stderr
