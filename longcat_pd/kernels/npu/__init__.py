@@ -6,6 +6,10 @@ say is checked here.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from longcat_pd.kernels.npu import experts, fused, int8, ngram, norms, weights
+from longcat_pd.kernels.npu.operators import has, require
 from longcat_pd.kernels.npu.settings import NpuSettings
 from longcat_pd.kernels.ops import Ops
 from longcat_pd.kernels.reference import table as reference
@@ -14,5 +18,42 @@ __all__ = ["NpuSettings", "table"]
 
 
 def table(settings: NpuSettings, *, exe_mode: str) -> Ops:
-    """The operators of one rank; ``exe_mode``: how the decode step is executed, which some entries have forms for."""
-    return reference()
+    """The operators of one rank; ``exe_mode``: how the decode step is executed, which some entries have forms for.
+
+    Raises:
+        ConfigError: operators are missing that have no stand-in.
+    """
+    made = _with_rows(reference())
+    return _with_experts(made, settings)
+
+
+def _with_rows(made: Ops) -> Ops:
+    """Norms, and products of rows."""
+    require(*norms.OPERATORS, *int8.OPERATORS, *weights.OPERATORS, purpose="every model")
+    return replace(
+        made,
+        rms_norm=norms.rms_norm,
+        add_rms_norm=norms.add_rms_norm,
+        layer_norm=norms.layer_norm,
+        swiglu=norms.swiglu,
+        linear=weights.linear,
+        linear_int8=int8.linear_int8,
+        head_linear=weights.head_linear,
+        store=weights.store,
+        ngram_ids=ngram.ngram_ids_in_one if has(ngram.OPERATOR) else ngram.ngram_ids,
+    )
+
+
+def _with_experts(made: Ops, settings: NpuSettings) -> Ops:
+    """Experts, and weights as these operators want them."""
+    require(*experts.OPERATORS, purpose="a mixture of experts")
+    dispatch, combine = fused.fused_pair(settings) if all(map(has, fused.OPERATORS)) else (None, None)
+    return replace(
+        made,
+        prepare=weights.preparing(settings.dtype),
+        route_topk=experts.route_topk,
+        grouped_experts=experts.experts_in(settings.dtype),
+        expert_rows=experts.rows_in(settings.dtype),
+        moe_dispatch=dispatch,
+        moe_combine=combine,
+    )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NpuSettings:
     """One rank's.
 
     Attributes:
+        dtype: the model's; fp32 is no type of these operators on a device.
         is_overlapped: experts run on a stream of their own beside the dense path; each has ``cube_cores`` and
             ``vector_cores``.
         is_prefetched: weights are brought to the second-level cache before they are needed.
@@ -17,6 +20,7 @@ class NpuSettings:
         is_series_a3: Atlas A3, not A2: other limits of the fused pair.
     """
 
+    dtype: torch.dtype = torch.bfloat16
     is_overlapped: bool = True
     cube_cores: int = 12
     vector_cores: int = 24
