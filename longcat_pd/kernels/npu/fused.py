@@ -1,7 +1,7 @@
 """Dispatch and combine as two operators of the device, which are collectives of their own communicator.
 
-What an operator has a default for that another release has otherwise, or that means something here, is passed. The pair
-gives its rows to experts in ``sum`` order of nothing: results come back by row and choice and are added in fp32.
+Every default that means something here is passed, because some of them are not what is wanted (there is one shared expert
+unless told) and releases differ. What dispatch gives beside rows, scales and counts is for combine alone to understand.
 """
 
 from __future__ import annotations

@@ -56,9 +56,7 @@ def variant_of(settings: NpuSettings) -> Variant:
     return known[settings.dispatch_algorithm]
 
 
-def check_fused(
-    settings: NpuSettings, *, hidden: int, ep_size: int, rows: int, num_experts: int, topk: int
-) -> None:
+def check_fused(settings: NpuSettings, *, hidden: int, ep_size: int, rows: int, num_experts: int, topk: int) -> None:
     """``rows``: the most that one rank hands in at once; ``num_experts``: those with weights, of all ranks.
 
     Raises:
@@ -89,9 +87,7 @@ def exceeded(variant: Variant, *, hidden: int, ep_size: int, rows: int, num_expe
     return [text for holds, text in checks if not holds]
 
 
-def fused_buffer_bytes(
-    settings: NpuSettings, *, hidden: int, ep_size: int, rows: int, num_experts: int, topk: int
-) -> int:
+def fused_buffer_bytes(settings: NpuSettings, *, hidden: int, ep_size: int, rows: int, num_experts: int, topk: int) -> int:
     """What the pair's communicator needs for its buffer (``HCCL_BUFFSIZE``), in bytes; arguments as in ``check_fused``."""
     local, variant = num_experts // ep_size, variant_of(settings)
     if variant.is_bare:

@@ -47,7 +47,7 @@ def ngram_ids_in_one(windows: Tensor, *, powers: Tensor, moduli: Tensor, eos: Te
 
 
 def _stops(windows: Tensor, eos: Tensor, ignored: Tensor) -> Tensor:
-    """Where a look-back ends: at the start of a text, at ids that are ignored, and at an EOS that is not the newest token."""
+    """Where look-backs end: at the start of a text, at ignored ids, and at an EOS that is not the newest token."""
     is_eos = (windows.unsqueeze(-1) == eos).any(-1)
     is_stop = (windows < 0) | functional.pad(is_eos[:, 1:], (1, 0))
     if ignored.numel():
