@@ -21,6 +21,7 @@ from tests.npu.kernels import dispatch, groups
 from tests.npu.kernels.dispatch_limits import VARIANTS, Shape
 
 NAME = "ep of the table"
+PATIENCE_S = 10.0  # of ranks with one that failed
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +80,7 @@ class Case:
 
     def on_all(self, task: Callable[[int], Any] | None = None) -> list[Any]:
         dispatch.choose_soc(self.series)
-        groups.register_group(NAME, groups.thread_exchange(self.ranks, 10.0))
+        groups.register_group(NAME, groups.thread_exchange(self.ranks, PATIENCE_S))
         with ThreadPoolExecutor(self.ranks) as pool:
             return list(pool.map(task or self.one, range(self.ranks)))
 

@@ -25,7 +25,11 @@ def test_norms_and_activation(dtype: torch.dtype, rows: int) -> None:
     total, normed = ops.add_rms_norm(x, delta, weight=weight, eps=1e-3)
     assert torch.equal(total, x + delta)
     close(normed, REFERENCE.rms_norm(total.float(), wide[2], 1e-3), dtype)
-    close(ops.layer_norm(x, weight, bias=bias, eps=1e-3), REFERENCE.layer_norm(wide[0], wide[2], bias=wide[3], eps=1e-3), dtype)
+    close(
+        ops.layer_norm(x, weight, bias=bias, eps=1e-3),
+        REFERENCE.layer_norm(wide[0], wide[2], bias=wide[3], eps=1e-3),
+        dtype,
+    )
     close(ops.swiglu(x), REFERENCE.swiglu(wide[0]), dtype)
 
 
@@ -48,7 +52,9 @@ def test_int8_products(dtype: torch.dtype, rows: int) -> None:
     ops = npu_ops(dtype)
     got = ops.linear_int8(x, ops.prepare(weight, "linear_int8"), scale)
     assert got.dtype == dtype
-    torch.testing.assert_close(got, REFERENCE.linear_int8(x, weight, scale), rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=0)
+    torch.testing.assert_close(
+        got, REFERENCE.linear_int8(x, weight, scale), rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=0
+    )
 
 
 def test_weights_take_the_devices_format_once() -> None:
@@ -133,7 +139,9 @@ WINDOWS = torch.tensor(
         [0, 0, 0, 0],
     ]
 )
-POWERS = torch.tensor([[1, 100, 0, 0], [1, 100, 0, 0], [1, 100, 39, 0], [1, 100, 39, 0], [1, 100, 39, 22], [1, 100, 39, 22]])
+POWERS = torch.tensor(
+    [[1, 100, 0, 0], [1, 100, 0, 0], [1, 100, 39, 0], [1, 100, 39, 0], [1, 100, 39, 22], [1, 100, 39, 22]]
+)
 MODULI = torch.tensor([1001, 1003, 1005, 1007, 2**31 - 1, 1011])
 
 
