@@ -100,7 +100,7 @@ def test_sizes_beyond_the_limits_are_refused() -> None:
     check_experts(num_choices=896, topk=12, inner_width=100, is_int8=False)
     with pytest.raises(ConfigError, match=r"12 of 2049.*2048"):
         check_experts(num_choices=2049, topk=12, inner_width=2048, is_int8=False)
-    with pytest.raises(ConfigError, match="96 wide inside.*multiples of 64 up to 10496"):
+    with pytest.raises(ConfigError, match=r"96 wide inside.*multiples of 64 up to 10496"):
         check_experts(num_choices=896, topk=12, inner_width=96, is_int8=True)
     with pytest.raises(ConfigError, match="10560 wide"):
         check_experts(num_choices=896, topk=12, inner_width=10560, is_int8=True)

@@ -178,5 +178,5 @@ def test_what_is_missing_is_named_with_who_has_it() -> None:
 def test_a_table_without_its_operators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = operators.has
     monkeypatch.setattr(operators, "has", lambda name: name != "npu_moe_gating_top_k" and stock(name))
-    with pytest.raises(ConfigError, match="a mixture of experts needs.*npu_moe_gating_top_k"):
+    with pytest.raises(ConfigError, match=r"a mixture of experts needs.*npu_moe_gating_top_k"):
         npu_ops()

@@ -159,13 +159,14 @@ def with_stand_ins(expert_ids: Tensor, weights: Tensor, group: ExpertGroup) -> t
     """
     if group.num_copies == 0:
         return expert_ids, weights
-    (rows, topk), device = expert_ids.shape, expert_ids.device
-    is_copy = expert_ids >= group.num_experts
-    first = (group.rank * rows + torch.arange(rows, device=device)) * topk
-    order = torch.arange(2 * topk, device=device)
+    ids = expert_ids.int()  # graphs compare numbers of one type only
+    (rows, topk), device = ids.shape, ids.device
+    is_copy = ids >= group.num_experts
+    order = torch.arange(2 * topk, dtype=torch.int32, device=device)
+    first = (torch.arange(rows, dtype=torch.int32, device=device) + group.rank * rows) * topk
     candidates = (first.unsqueeze(1) + order) % group.num_experts
-    is_taken = (candidates.unsqueeze(1) == expert_ids.unsqueeze(2)).any(1)
+    is_taken = (candidates.unsqueeze(1) == ids.unsqueeze(2)).any(1)
     free = torch.where(is_taken, order + 2 * topk, order).sort(-1).values[:, :topk] % (2 * topk)
-    place = (is_copy.int().cumsum(-1) - 1).clamp(min=0)
-    stand_ins = candidates.gather(1, free).gather(1, place)
-    return torch.where(is_copy, stand_ins, expert_ids).int(), torch.where(is_copy, 0.0, weights)
+    place = (is_copy.cumsum(-1) - 1).clamp(min=0)
+    stand_ins = candidates.gather(1, free.long()).gather(1, place)
+    return torch.where(is_copy, stand_ins, ids), torch.where(is_copy, 0.0, weights)
