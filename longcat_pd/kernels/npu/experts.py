@@ -123,24 +123,11 @@ def experts_in(dtype: torch.dtype) -> GroupedExperts:
         if len(x) == 0:
             return torch.zeros_like(x, dtype=torch.float32)
         rows, row_scale = (x, None) if gate_up_scale is None else quantise(x)
-        by_expert, places, counts, scales = torch.ops.npu.npu_moe_init_routing_v2(
-            rows,
-            expert_ids.int().remainder(_ID_END),
-            scale=row_scale,
-            active_num=expert_ids.numel(),
-            expert_capacity=-1,
-            expert_num=len(gate_up),
-            drop_pad_mode=0,
-            expert_tokens_num_type=1,
-            expert_tokens_num_flag=True,
-            quant_mode=-1,
-            active_expert_range=[0, len(gate_up)],
-            row_idx_type=0,
-        )
+        by_expert, scales, places, counts = _sorted(rows, row_scale, expert_ids, num_experts=len(gate_up))
         results = expert_rows(
             by_expert,
             counts,
-            row_scale=None if row_scale is None else scales,
+            row_scale=scales,
             gate_up=gate_up,
             down=down,
             gate_up_scale=gate_up_scale,
@@ -152,6 +139,27 @@ def experts_in(dtype: torch.dtype) -> GroupedExperts:
         return sums
 
     return grouped_experts
+
+
+def _sorted(
+    x: Tensor, row_scale: Tensor | None, expert_ids: Tensor, *, num_experts: int
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Rows [T topk, hidden] by expert and their scales; places of all choices there, -1 for others' experts; counts."""
+    by_expert, places, counts, scales = torch.ops.npu.npu_moe_init_routing_v2(
+        x,
+        expert_ids.int().remainder(_ID_END),
+        scale=row_scale,
+        active_num=expert_ids.numel(),
+        expert_capacity=-1,
+        expert_num=num_experts,
+        drop_pad_mode=0,
+        expert_tokens_num_type=1,
+        expert_tokens_num_flag=True,
+        quant_mode=-1,
+        active_expert_range=[0, num_experts],
+        row_idx_type=0,
+    )
+    return by_expert, None if row_scale is None else scales, places, counts
 
 
 def _rows_int8(x: Tensor, row_scale: Tensor, counts: Tensor, *, matrices: _Matrices, dtype: torch.dtype) -> Tensor:

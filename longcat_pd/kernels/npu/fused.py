@@ -22,11 +22,11 @@ _DYNAMIC_INT8 = 2
 def fused_pair(settings: NpuSettings) -> tuple[MoeDispatch, MoeCombine]:
     """See ``ops.MoeDispatch`` and ``ops.MoeCombine``."""
     variant = variant_of(settings)
-    dispatch, combine = _plain_pair(settings, variant)
+    dispatch, combine = _dispatch_of(settings, variant), _combine_of(settings, variant)
     return _with_copies_outside(dispatch, combine) if variant.is_bare else (dispatch, combine)
 
 
-def _plain_pair(settings: NpuSettings, variant: Variant) -> tuple[MoeDispatch, MoeCombine]:
+def _dispatch_of(settings: NpuSettings, variant: Variant) -> MoeDispatch:
     """A variant that is bare has to be given neither copies nor masks."""
 
     def dispatch(
@@ -53,6 +53,10 @@ def _plain_pair(settings: NpuSettings, variant: Variant) -> tuple[MoeDispatch, M
         )
         return Sent(expanded, scales if is_int8 else None, counts, (assist, received, received_tp, expanded_weights))
 
+    return dispatch
+
+
+def _combine_of(settings: NpuSettings, variant: Variant) -> MoeCombine:
     def combine(
         y: Tensor,
         sent: Sent,
@@ -80,7 +84,7 @@ def _plain_pair(settings: NpuSettings, variant: Variant) -> tuple[MoeDispatch, M
         )
         return total
 
-    return dispatch, combine
+    return combine
 
 
 def _common(settings: NpuSettings, group: ExpertGroup) -> dict[str, Any]:
