@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from longcat_pd import kernels, wire
@@ -26,7 +27,7 @@ from tests.npu.kernels import groups
 
 COMMUNICATOR = "experts"  # what the device would call the group of the fused pair
 TABLE = kernels.load
-SETTINGS = kernels.NpuSettings(is_overlapped=False, is_prefetched=False, is_series_a3=True)
+SETTINGS = kernels.NpuSettings(dtype=torch.float32, is_overlapped=False, is_prefetched=False, is_series_a3=True)
 
 
 def load_npu(device_kind: str, **options: object) -> Ops:
