@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from tests.topology import cluster_file, pools
 
 SLOTS, NUM_BLOCKS, TOPK = 4, 80, 48
 LENGTHS = (1, 17, TOPK - 2, TOPK + 1, 90, 5)
+AGREED = 0.75  # of the tokens, where products are of int8
 CROWD = Crowd(at_once=3, joining=2)
 
 
@@ -48,6 +50,19 @@ def alone(path: Path, num_drafts: int = 0, *, is_npu: bool) -> list[list[int]]:
         return ids(live(spec, Mesh.single(), work(), CROWD, False))
     with npu_table():
         return ids(live(spec, Mesh.single(), work(), CROWD, False))
+
+
+def check(got: list[list[int]], wanted: list[list[int]], *, is_int8: bool) -> None:
+    """The same tokens; of int8 most: a last bit in front of a quantisation can become a whole step of it, and that now and
+    then another token, behind which a text goes its own way.
+    """
+    if not is_int8:
+        assert got == wanted
+        return
+    assert [len(tokens) for tokens in got] == [len(tokens) for tokens in wanted]
+    runs = [takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=True)) for texts in zip(got, wanted, strict=True)]
+    same = sum(len(list(run)) for run in runs)
+    assert same >= AGREED * sum(map(len, wanted)), (got, wanted)
 
 
 def ids(said: list[Said]) -> list[list[int]]:
@@ -77,7 +92,7 @@ def test_one_rank(checkpoint, variant: str, is_int8: bool, num_drafts: int) -> N
     if variant == "lite" and num_drafts:
         return  # has no draft layer
     path = checkpoint(variant, is_int8=is_int8)
-    assert alone(path, num_drafts, is_npu=True) == alone(path, is_npu=False)
+    check(alone(path, num_drafts, is_npu=True), alone(path, is_npu=False), is_int8=is_int8)
 
 
 @dataclass(frozen=True)
@@ -110,7 +125,7 @@ def test_many_ranks(checkpoint, name: str) -> None:  # type: ignore[no-untyped-d
     layout = LAYOUTS[name]
     path = checkpoint(layout.variant, is_int8=layout.is_int8)
     found = on_ranks(specs(path, layout.parallel, layout.num_drafts), live, work(), CROWD, True)
-    assert ids(found[0]) == alone(path, is_npu=False)
+    check(ids(found[0]), alone(path, is_npu=False), is_int8=layout.is_int8)
 
 
 async def test_prefill_in_stages_and_contexts_to_a_partitioned_cache(checkpoint, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
