@@ -33,15 +33,17 @@ def compiled(spec: RankSpec, folder: Path) -> RankSpec:
 
 @dataclass
 class Said:
-    """What a sequence brought: tokens, their log-probs, and how many tokens each window was worth."""
+    """What a sequence brought: tokens, their log-probs, the best ids and theirs, and how many tokens each window brought."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     runs: list[int] = field(default_factory=list)
 
     def add(self, slot: SlotOutput) -> None:
         self.ids += slot.token_ids
         self.logprobs += slot.logprobs
+        self.top += slot.top
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Life:
                 del live[slot]
             rounds += 1
         for one, wanted in zip(said, work, strict=True):
-            del one.ids[wanted.num_new :], one.logprobs[wanted.num_new :]
+            del one.ids[wanted.num_new :], one.logprobs[wanted.num_new :], one.top[wanted.num_new :]
         return said
 
     def _num_known(self, slot: int, work: Work) -> int:

@@ -5,9 +5,9 @@ In fp32, which no device computes in: CPU kernels take it so that tokens can be 
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -26,16 +26,17 @@ from tests.topology import cluster_file, pools
 
 SLOTS, NUM_BLOCKS, TOPK = 4, 80, 48
 LENGTHS = (1, 17, TOPK - 2, TOPK + 1, 90, 5)
-AGREED = 0.75  # of the tokens, where products are of int8
+NEAR = 0.05  # nats, see ``check``
 CROWD = Crowd(at_once=3, joining=2)
 
 
-def work() -> list[Work]:
+def work(*, is_int8: bool = False) -> list[Work]:
+    """Half of them greedy, half drawn; with int8 all greedy, see ``check``."""
     draw, found = random.Random(7), []
     for n, length in enumerate(LENGTHS):
         prompt = [draw.randrange(32, 1000) for _ in range(length)]
         rule = replace(GREEDY, temperature=0.8 * (n % 2), top_p=0.9, top_k=20 * (n % 4 == 1), seed=n)
-        found.append(Work(prompt, rule, num_new=8 + n % 3))
+        found.append(Work(prompt, replace(GREEDY, num_logprobs=8) if is_int8 else rule, num_new=8 + n % 3))
     return found
 
 
@@ -44,25 +45,33 @@ def specs(path: Path, parallel: ParallelConfig, num_drafts: int = 0) -> list[Ran
     return [with_engine(spec, block_size=BLOCK, max_num_seqs=SLOTS, max_model_len=192) for spec in made]
 
 
-def alone(path: Path, num_drafts: int = 0, *, is_npu: bool) -> list[list[int]]:
+def alone(path: Path, num_drafts: int = 0, *, is_npu: bool, is_int8: bool = False) -> list[Said]:
     spec = specs(path, ParallelConfig(), num_drafts)[0]
     if not is_npu:
-        return ids(live(spec, Mesh.single(), work(), CROWD, False))
+        return live(spec, Mesh.single(), work(is_int8=is_int8), CROWD, False)
     with npu_table():
-        return ids(live(spec, Mesh.single(), work(), CROWD, False))
+        return live(spec, Mesh.single(), work(is_int8=is_int8), CROWD, False)
 
 
-def check(got: list[list[int]], wanted: list[list[int]], *, is_int8: bool) -> None:
-    """The same tokens; of int8 most: a last bit in front of a quantisation can become a whole step of it, and that now and
-    then another token, behind which a text goes its own way.
+def check(got: list[Said], wanted: list[Said], *, is_int8: bool) -> None:
+    """The same tokens. Of int8: up to where the reference itself was in two minds.
+
+    A last bit in front of a quantisation can become a whole step of it, which moves log-probs by some hundredths: no two
+    ways of adding up agree on that. So a text may part from the reference's where it had a token whose log-prob is as good
+    as NEAR, and nowhere else; what comes behind are answers to different questions.
     """
     if not is_int8:
-        assert got == wanted
+        assert ids(got) == ids(wanted)
         return
-    assert [len(tokens) for tokens in got] == [len(tokens) for tokens in wanted]
-    runs = [takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=True)) for texts in zip(got, wanted, strict=True)]
-    same = sum(len(list(run)) for run in runs)
-    assert same >= AGREED * sum(map(len, wanted)), (got, wanted)
+    parted = 0
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert len(ours.ids) == len(theirs.ids)
+        places = [n for n, (a, b) in enumerate(zip(ours.ids, theirs.ids, strict=True)) if a != b]
+        for place in places[:1]:
+            known, parted = dict(theirs.top[place]), parted + 1
+            best, ours_there = theirs.logprobs[place], known.get(ours.ids[place], -math.inf)
+            assert best - ours_there <= NEAR, (place, ours.ids, theirs.ids, known)
+    assert parted <= len(wanted) // 3, (ids(got), ids(wanted))
 
 
 def ids(said: list[Said]) -> list[list[int]]:
@@ -92,7 +101,8 @@ def test_one_rank(checkpoint, variant: str, is_int8: bool, num_drafts: int) -> N
     if variant == "lite" and num_drafts:
         return  # has no draft layer
     path = checkpoint(variant, is_int8=is_int8)
-    check(alone(path, num_drafts, is_npu=True), alone(path, is_npu=False), is_int8=is_int8)
+    wanted = alone(path, is_npu=False, is_int8=is_int8)
+    check(alone(path, num_drafts, is_npu=True, is_int8=is_int8), wanted, is_int8=is_int8)
 
 
 @dataclass(frozen=True)
@@ -124,8 +134,9 @@ LAYOUTS = {
 def test_many_ranks(checkpoint, name: str) -> None:  # type: ignore[no-untyped-def]
     layout = LAYOUTS[name]
     path = checkpoint(layout.variant, is_int8=layout.is_int8)
-    found = on_ranks(specs(path, layout.parallel, layout.num_drafts), live, work(), CROWD, True)
-    check(ids(found[0]), alone(path, is_npu=False), is_int8=layout.is_int8)
+    asked = work(is_int8=layout.is_int8)
+    found = on_ranks(specs(path, layout.parallel, layout.num_drafts), live, asked, CROWD, True)
+    check(found[0], alone(path, is_npu=False, is_int8=layout.is_int8), is_int8=layout.is_int8)
 
 
 async def test_prefill_in_stages_and_contexts_to_a_partitioned_cache(checkpoint, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
