@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from longcat_pd.config.layout_checks import SUPPORTED_DEVICES, check_layout, check_layout_fits
 from longcat_pd.config.model import ModelConfig
+from longcat_pd.config.npu_checks import NPU_RANGES, check_device, check_device_fits
 from longcat_pd.config.reader import Findings, Range
 from longcat_pd.config.schema import (
     ClusterConfig,
@@ -57,6 +58,7 @@ RANGES: Mapping[type, Mapping[str, Range]] = {
         "keepalive_comment_s": Range(0),
     },
     ClusterConfig: {"devices_per_node": _COUNT},
+    **NPU_RANGES,
 }
 
 INSTANCE_PORTS: Mapping[int, str] = {
@@ -126,6 +128,7 @@ def check_shape(config: ClusterConfig, found: Findings) -> None:
         _check_engine(role, pool, found=found)
         _check_graphs(role, pool, found=found)
     _check_devices(config, found)
+    check_device(config, dict(pools(config)), found=found)
     _check_pair(config, found)
 
 
@@ -137,6 +140,7 @@ def check_model(config: ClusterConfig, model: ModelConfig, *, found: Findings) -
     for role, pool in pools(config):
         _check_drafts(role, pool, model=model, found=found)
         check_layout_fits(role, pool.parallel, model, found=found)
+    check_device_fits(config, dict(pools(config)), model, found=found)
 
 
 def _check_drafts(role: Role, pool: PoolConfig, *, model: ModelConfig, found: Findings) -> None:

@@ -12,8 +12,8 @@ from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.reader import Findings
 from longcat_pd.config.schema import ClusterConfig, ParallelConfig, PoolConfig, Role
 
-SUPPORTED_DEVICES = ("cpu",)  # those with a row in the tables of operators and platforms, which need torch to be read
-FUSED_DEVICES: tuple[str, ...] = ()  # of these, those whose table has the fused pair
+SUPPORTED_DEVICES = ("cpu", "npu")  # those with a row in the tables of operators and platforms, which need torch to be read
+FUSED_DEVICES: tuple[str, ...] = ("npu",)  # of these, those whose table has the fused pair
 
 _FOREIGN: Mapping[Role, tuple[str, ...]] = {
     "prefill": ("dp_size", "kvp_size", "attn_tp_size"),

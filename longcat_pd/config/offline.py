@@ -7,11 +7,20 @@ themselves are ``checks.py``, files and resolving ``resolve.py``. Knows no weigh
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from longcat_pd.config.model import ModelConfig
+from longcat_pd.config.offline_file import (
+    DEFAULT_DATASET,
+    CustomParams,
+    DataPart,
+    ModelPart,
+    OfflineFile,
+    ParallelPart,
+    SchedulerPart,
+)
 from longcat_pd.config.reader import Findings, Range, Reader
 from longcat_pd.config.resolve import anchor_paths, complete, instance_spec, lay_overrides, read_tree
 from longcat_pd.config.schema import (
@@ -20,104 +29,24 @@ from longcat_pd.config.schema import (
     InstanceConfig,
     InstanceSpec,
     ModelSection,
+    NpuConfig,
     ParallelConfig,
     PoolConfig,
 )
 from longcat_pd.errors import ConfigError
 
-DEFAULT_DATASET = "default"
 SECTIONS = "model_config, data_config, parallel_config, scheduler_config"
 PORT = 8081  # in the instance as it is read; whoever starts it looks for ports that are free
 
 _FILES = (("model_config", "model_path"), ("model_config", "output_path"), ("data_config", "dataset"))
-_GRAPHS: Mapping[str, tuple[str, ...]] = {"cpu": ("inductor",), "cuda": ("inductor",), "npu": ("ge_graph", "npugraph_ex")}
 _COUNT, _SIZE = Range(1), Range(0)
-_CORES = ("moe_aic_num", "moe_aiv_num", "main_aic_num", "main_aiv_num")
-_NPU_ONLY = ("enable_moe_stream_overlap", "enable_prefetch", "enable_limit_core_num", *_CORES)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CustomParams:
-    """Settings of this family alone. Without ``enable_mla_prolog`` the front of an attention is computed piece by piece.
-
-    The other switches and the core shares are of NPU (``_NPU_ONLY``); the shares count with the overlap only.
-    """
-
-    ngram_embed_tp_size: int = 0  # rows of the n-gram tables; 0: as embed_tp_size
-    enable_mla_prolog: bool = False
-    enable_moe_stream_overlap: bool = False
-    enable_prefetch: bool = False
-    enable_limit_core_num: bool = True
-    moe_aic_num: int = 8
-    moe_aiv_num: int = 16
-    main_aic_num: int = 16
-    main_aiv_num: int = 32
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelPart:
-    """Which checkpoint, and how a step is executed. ``output_path``: where compiled steps are kept, if they are."""
-
-    model_name: Literal["longcat_flash", "longcat_flash_lite"]
-    model_path: str
-    output_path: str = ""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    exe_mode: Literal["eager", "ge_graph", "npugraph_ex", "inductor"] = "eager"
-    with_ckpt: bool = True
-    enable_cache_compile: bool = False
-    enable_profiler: bool = False
-    next_n: int = 0
-    custom_params: CustomParams = field(default_factory=CustomParams)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataPart:
-    """What is asked. ``dataset``: "default", or a file of JSON lines with ``context`` and ``input``."""
-
-    dataset: str = DEFAULT_DATASET
-    input_truncated_len: int = 256
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelPart:
-    """Sizes; what is left out follows from ``world_size``. Of two spellings of one size either will do."""
-
-    world_size: int = 1
-    attn_tp_size: int = 1
-    attn_dp_size: int = 0  # world_size / attn_tp_size
-    dp_size: int = 0
-    kvp_size: int = 1
-    cp_size: int = 1
-    dense_tp_size: int = 1
-    o_proj_tp_size: int = 0  # as attn_tp_size, whose split it is
-    moe_tp_size: int = 1
-    moe_ep_size: int = 0  # world_size / moe_tp_size
-    ep_size: int = 0
-    embed_tp_size: int = 1
-    lmhead_tp_size: int = 1
-    moe_dispatch: Literal["gather", "all_to_all", "two_level", "fused"] = "gather"
-    node_size: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerPart:
-    """How much at once. ``batch_size`` counts sequences of all groups, ``max_prefill_tokens`` tokens of one chunk."""
-
-    batch_size: int = 1
-    max_new_tokens: int = 32
-    max_prefill_tokens: int = 0  # the prompts of a group, whole
-    block_size: int = 128
-
-
-@dataclass(frozen=True, kw_only=True)
-class OfflineFile:
-    """One YAML of the dialect, and the one key that it has from us: ``device``."""
-
-    model_config: ModelPart
-    data_config: DataPart = field(default_factory=DataPart)
-    parallel_config: ParallelPart = field(default_factory=ParallelPart)
-    scheduler_config: SchedulerPart = field(default_factory=SchedulerPart)
-    device: Literal["cpu", "cuda", "npu"] = "npu"
+_SHARES: Mapping[str, str] = {
+    "moe_aic_num": "moe_cube_cores",
+    "moe_aiv_num": "moe_vector_cores",
+    "main_aic_num": "main_cube_cores",
+    "main_aiv_num": "main_vector_cores",
+}
+_NPU_ONLY = ("enable_moe_stream_overlap", "enable_prefetch", "enable_limit_core_num", *_SHARES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +68,7 @@ class OfflineRun:
 _RANGES: Mapping[type, Mapping[str, Range]] = {
     CustomParams: {
         "ngram_embed_tp_size": _SIZE,
-        **dict.fromkeys(_CORES, _COUNT),
+        **dict.fromkeys(_SHARES, _COUNT),
     },
     ModelPart: {"next_n": _SIZE},
     DataPart: {"input_truncated_len": Range(2)},
@@ -177,6 +106,10 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "model.weights=random": ("model_config.with_ckpt=false",),
     "model.weights": ("model_config.with_ckpt",),
     "model": ("model_config",),
+    "npu.is_moe_overlapped": ("model_config.custom_params.enable_moe_stream_overlap",),
+    "npu.is_prefetched": ("model_config.custom_params.enable_prefetch",),
+    **{f"npu.{ours}": (f"model_config.custom_params.{theirs}",) for theirs, ours in _SHARES.items()},
+    "npu.soc": ("soc",),
 }
 
 
@@ -346,9 +279,6 @@ def _check_model(read: OfflineFile, found: Findings) -> None:
 def _check_device(read: OfflineFile, found: Findings) -> None:
     """What only another device has."""
     part, device = read.model_config, read.device
-    if part.exe_mode not in ("eager", *_GRAPHS[device]):
-        key, known = "model_config.exe_mode", ", ".join(("eager", *_GRAPHS[device]))
-        found.cross([key, "device"], f"{key}={part.exe_mode}: device={device} has {known}")
     for name in ("enable_moe_stream_overlap", "enable_prefetch"):
         if vars(part.custom_params)[name] and device != "npu":
             key = f"model_config.custom_params.{name}"
@@ -376,8 +306,8 @@ def _cluster(read: OfflineFile, parallel: ParallelConfig) -> ClusterConfig:
         max_num_seqs=batch.batch_size,
         max_num_batched_tokens=chunk,
         num_draft_tokens=part.next_n,
-        exe_mode="inductor" if part.exe_mode == "inductor" else "eager",  # graphs of a device that is refused need no name
-        buckets=(slots,) if part.exe_mode == "inductor" else (),
+        exe_mode=part.exe_mode,
+        buckets=() if part.exe_mode == "eager" else (slots,),
         compile_cache=part.output_path and str(Path(part.output_path) / "compile_cache"),
         num_blocks=1 + slots * -(-blocks // parallel.kvp_size),
         unfused=() if part.custom_params.enable_mla_prolog else ("prolog",),
@@ -390,4 +320,19 @@ def _cluster(read: OfflineFile, parallel: ParallelConfig) -> ClusterConfig:
         device=read.device,
         devices_per_node=parallel.world_size,
         standalone=PoolConfig(parallel=parallel, engine=engine, instances=(instance,)),
+        npu={"npu": _npu(read)}.get(read.device, NpuConfig()),
+    )
+
+
+def _npu(read: OfflineFile) -> NpuConfig:
+    custom = read.model_config.custom_params
+    is_limited = custom.enable_limit_core_num
+    return NpuConfig(
+        soc=read.soc,
+        is_moe_overlapped=custom.enable_moe_stream_overlap,
+        moe_cube_cores=custom.moe_aic_num * is_limited,
+        moe_vector_cores=custom.moe_aiv_num * is_limited,
+        main_cube_cores=custom.main_aic_num * is_limited,
+        main_vector_cores=custom.main_aiv_num * is_limited,
+        is_prefetched=custom.enable_prefetch,
     )

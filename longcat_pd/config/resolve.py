@@ -104,6 +104,7 @@ def instance_spec(cluster: ClusterConfig, name: str) -> InstanceSpec:
         parallel=pool.parallel,
         engine=pool.engine,
         transfer=cluster.transfer,
+        npu=cluster.npu,
         peers=tuple(_peer(other, inst) for other, _, inst in known.values() if other != role),
         cluster_key_file=cluster.cluster_key_file,
     )

@@ -73,10 +73,11 @@ class EngineConfig:
     max_num_seqs: int = 64  # slots of the whole instance
     max_num_batched_tokens: int = 16384  # tokens of one group in one prefill plan
     num_draft_tokens: int = 0  # drafts of each decode window; above 0 a prefill pool computes the draft layer's cache
-    exe_mode: Literal["eager", "inductor"] = "eager"  # of the decode step; prompts are computed eagerly
+    # of the decode step, by device (npu_checks.GRAPHS); prompts are computed eagerly
+    exe_mode: Literal["eager", "inductor", "ge_graph", "npugraph_ex"] = "eager"
     buckets: tuple[int, ...] = ()  # sequences of a group that a compiled step has room for; resolved: 1 and all of them
     compile_cache: str = ""  # folder of compiled steps; "" is ~/.cache/longcat_pd/compiled
-    num_blocks: int = 0  # blocks of each cache shard, block 0 included; resolved: on cpu what 256 MiB a rank hold
+    num_blocks: int = 0  # blocks of a cache shard, block 0 included; npu: to be given; resolved: what 256 MiB a rank hold
     unfused: tuple[Literal["attention", "experts", "norms", "prolog"], ...] = ()  # slow twins instead, to compare with
     prefix_cache: bool = True  # prompts that begin alike share their leading blocks; the tokens do not depend on it
     max_queued_requests: int = 512
@@ -140,6 +141,53 @@ class LoadBalancerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HcclOptions:
+    """Of the process group of one axis. What is None or empty is as HCCL has it, by its environment variables."""
+
+    buffer_mb: int | None = None  # of each direction; A3 alone has it by group
+    buffer_name: str = ""  # groups of one name share their buffer, and must not communicate at once
+    expansion_mode: Literal["default", "host_ts", "aicpu", "aiv", "aiv_only"] = "default"
+    algorithm: str = ""
+    exec_timeout_s: int | None = None
+    traffic_class: int | None = None
+    service_level: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HcclConfig:
+    """Options by axis. ``fused``: the communicator that the fused dispatch and combine have for themselves."""
+
+    pp: HcclOptions = field(default_factory=HcclOptions)
+    cp: HcclOptions = field(default_factory=HcclOptions)
+    kvp: HcclOptions = field(default_factory=HcclOptions)
+    attn_tp: HcclOptions = field(default_factory=HcclOptions)
+    dense_tp: HcclOptions = field(default_factory=HcclOptions)
+    moe_tp: HcclOptions = field(default_factory=HcclOptions)
+    ep: HcclOptions = field(default_factory=HcclOptions)
+    node: HcclOptions = field(default_factory=HcclOptions)
+    local: HcclOptions = field(default_factory=HcclOptions)
+    embed_tp: HcclOptions = field(default_factory=HcclOptions)
+    lmhead_tp: HcclOptions = field(default_factory=HcclOptions)
+    ngram_embed_tp: HcclOptions = field(default_factory=HcclOptions)
+    fused: HcclOptions = field(default_factory=HcclOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NpuConfig:
+    """What only NPU have. Shares of cores count while the experts run beside the rest; 0 sets no limit."""
+
+    soc: Literal["A2", "A3"] = "A2"
+    is_moe_overlapped: bool = False  # the experts of a layer on a stream beside its second attention
+    moe_cube_cores: int = 12
+    moe_vector_cores: int = 24
+    main_cube_cores: int = 12
+    main_vector_cores: int = 24
+    is_prefetched: bool = False  # weights to the cache of the chip before they are needed
+    comm_alg: Literal["", "fullmesh", "fullmesh_v1", "fullmesh_v2", "hierarchy"] = ""  # of the fused dispatch and combine
+    hccl: HcclConfig = field(default_factory=HcclConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """One YAML. ``standalone`` replaces both pools in `serve` and `infer`."""
 
@@ -151,6 +199,7 @@ class ClusterConfig:
     standalone: PoolConfig | None = None
     load_balancer: LoadBalancerConfig = field(default_factory=LoadBalancerConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    npu: NpuConfig = field(default_factory=NpuConfig)
     cluster_key_file: str | None = None
     env: dict[str, str] = field(default_factory=dict)
     log_dir: str | None = None
@@ -179,6 +228,7 @@ class InstanceSpec:
     parallel: ParallelConfig
     engine: EngineConfig
     transfer: TransferConfig
+    npu: NpuConfig = field(default_factory=NpuConfig)
     peers: tuple[PeerAddress, ...] = ()
     cluster_key_file: str | None = None
     config_digest: str = ""
@@ -195,6 +245,11 @@ class RankSpec:
     output_endpoint: str
     rendezvous_host: str
     rendezvous_port: int
+
+    @property
+    def local_rank(self) -> int:
+        """Its place on its node: all ranks of an instance run on the first one."""
+        return self.rank
 
     @property
     def identity(self) -> bytes:

@@ -14,6 +14,7 @@ from longcat_pd.engine.plan import StepOutput, StepPlan
 from longcat_pd.engine.roster import RankState
 from longcat_pd.engine.runner import ModelRunner
 from longcat_pd.parallel.mesh import Mesh
+from longcat_pd.parallel.platform import platform_of
 
 
 class InlineExecutor:
@@ -21,7 +22,8 @@ class InlineExecutor:
 
     def __init__(self, spec: RankSpec) -> None:
         assert spec.instance.parallel.world_size == 1, "an inline executor is one rank"
-        self._runner = ModelRunner(spec, Mesh.single())
+        platform_of(spec.instance.device).runtime.prepare(spec.local_rank)
+        self._runner = ModelRunner(spec, Mesh.join(spec))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank")
 
     async def start(self, on_closed: OnClosed, on_failure: OnFailure) -> Ready:

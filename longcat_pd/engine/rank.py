@@ -98,6 +98,7 @@ class _Steps:
         """Until a Stop."""
         plans = wire.BlockingSocket("dealer", self._spec.plan_endpoint, bind=False, identity=self._spec.identity)
         plans.send([b""])  # what it says is that plans can reach this rank from now on
+        platform_of(self._spec.instance.device).runtime.prepare(self._spec.local_rank)
         mesh = Mesh.join(self._spec)
         loaded = load_rank_model(self._spec, mesh)
         push, arrival = make_lanes(self._spec, loaded.cache, self._outbox.put)

@@ -53,19 +53,23 @@ class RankModel:
 def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
     """Builds this rank's stage and fills it from the checkpoint.
 
+    Communicators come first, whose buffers take memory of the device too; then the cache, if it finds room.
+
     Raises:
         ConfigError: the checkpoint, the device or the configuration do not fit.
     """
     instance = spec.instance
     began = time.monotonic()
     config = ModelConfig.load(instance.model.path)
-    dtype, device = data_type(instance, config), torch.device(instance.device)
+    dtype, device = data_type(instance, config), mesh.device
+    mesh.warm_up()
     pp = mesh.axis("pp")
     layers = layers_of_stage(instance.parallel, config.num_layers, pp.rank)
     is_last = pp.rank == pp.size - 1
     has_draft = is_last and instance.engine.num_draft_tokens > 0
     cached = range(layers.start, layers.stop + has_draft)
-    cache = KVCache.of_layers(config, cached, engine=instance.engine, dtype=dtype, device=device)
+    memory = mesh.platform.runtime.memory()
+    cache = KVCache.of_layers(config, cached, engine=instance.engine, dtype=dtype, device=device, memory=memory)
     stage = build_stage(instance, mesh, config=config, cache=cache, layers=layers, has_draft=has_draft)
     has_weights = instance.model.weights == "checkpoint"
     return RankModel(

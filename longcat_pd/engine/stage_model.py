@@ -50,7 +50,7 @@ def build_stage(
         is_last=pp.rank == pp.size - 1,
         kv_access=mesh.cache_shard.access,
         dtype=data_type(instance, config),
-        device=torch.device(instance.device),
+        device=mesh.device,
         int8=int8,
         moe_dispatch=instance.parallel.moe_dispatch,
         has_draft=has_draft,

@@ -7,6 +7,7 @@ from torch import nn
 
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import EngineConfig
+from longcat_pd.errors import ConfigError
 from longcat_pd.kv_cache.spec import CacheSpec
 
 
@@ -28,10 +29,28 @@ class KVCache(nn.Module):
 
     @classmethod
     def of_layers(
-        cls, config: ModelConfig, layers: range, *, engine: EngineConfig, dtype: torch.dtype, device: torch.device
+        cls,
+        config: ModelConfig,
+        layers: range,
+        *,
+        engine: EngineConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: tuple[int, int] | None = None,
     ) -> KVCache:
-        """The cache of some layers of a checkpoint."""
-        return cls(CacheSpec.of(config, layers, dtype), engine.num_blocks, engine.block_size, device)
+        """The cache of some layers of a checkpoint.
+
+        ``memory``: bytes of the device that are free, and all; None where that is not known. Weights come later.
+
+        Raises:
+            ConfigError: the cache alone is more than what is free.
+        """
+        spec, blocks = CacheSpec.of(config, layers, dtype), engine.num_blocks
+        needed = blocks * engine.block_size * sum(entry.token_bytes for entry in spec.entries)
+        if memory is not None and needed > memory[0]:
+            text = f"a cache of {needed} bytes on a device of which {memory[0]} of {memory[1]} are free"
+            raise ConfigError(f"engine.num_blocks={blocks}: {text}", param="engine.num_blocks")
+        return cls(spec, blocks, engine.block_size, device)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The blocks of one entry: ``[num_blocks, block_size, width]``."""

@@ -21,6 +21,7 @@ AxisName = Literal[
     "embed_tp",
     "lmhead_tp",
     "ngram_embed_tp",
+    "fused",
 ]
 KVAccess = Literal["local", "gathered", "partitioned"]
 
@@ -56,7 +57,8 @@ class ParallelLayout:
 
     pp x dp x cp x group tile the world; a group is the ranks of ``attn_tp``, of ``kvp``, or of both, which are the same set
     under two names then. The axes of other parts of the model are runs of neighbours in a stage. ``ep`` is ``node`` x
-    ``local``: ranks that share a node are neighbours.
+    ``local``: ranks that share a node are neighbours. ``fused`` has the ranks of ``ep``, for operators that communicate
+    themselves.
     """
 
     world_size: int
@@ -94,6 +96,8 @@ class ParallelLayout:
             assert parallel.ep_size % num_nodes == 0, (parallel.ep_size, num_nodes)
             num_local = parallel.ep_size // num_nodes
             axes += [Axis("node", num_nodes, num_local), Axis("local", num_local, 1)]
+        if parallel.moe_dispatch == "fused":
+            axes.append(Axis("fused", parallel.ep_size, 1))
         return cls(parallel.world_size, tuple(axes))
 
     def axis(self, name: AxisName) -> Axis:

@@ -6,42 +6,46 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from longcat_pd.config.schema import ParallelConfig, RankSpec
+from longcat_pd.config.schema import HcclOptions, ParallelConfig, RankSpec
 from longcat_pd.errors import RankLost
 from longcat_pd.parallel.collectives import AxisGroup
 from longcat_pd.parallel.layout import AxisName, CacheShard, ParallelLayout
-from longcat_pd.parallel.platform import platform_of
+from longcat_pd.parallel.line import Line
+from longcat_pd.parallel.platform import Platform, platform_of
 from longcat_pd.parallel.traffic import Traffic
 
 JOIN_LIMIT_S = 20.0  # until all ranks of the instance have come to the rendezvous: they are started together
 
 _SILENT: frozenset[AxisName] = frozenset({"dp"})  # groups compute beside each other; what joins them has other axes
+_APART: frozenset[AxisName] = frozenset({"fused"})  # its communicator belongs to operators, not to collectives
 
 
 class Mesh:
-    """A layout, a rank in it, one group for each of its axes, and what was exchanged in them."""
+    """A layout, a rank in it, one group for each of its axes, and what was exchanged in them.
 
-    def __init__(self, layout: ParallelLayout, rank: int, groups: dict[AxisName, dist.ProcessGroup]) -> None:
+    ``platform`` and ``device``: what the rank runs on.
+    """
+
+    def __init__(
+        self, layout: ParallelLayout, rank: int, groups: dict[AxisName, dist.ProcessGroup], *, platform: Platform
+    ) -> None:
         self.layout = layout
         self.rank = rank
+        self.platform = platform
+        self.device = platform.device(rank)
         self.traffic = Traffic()
+        self._communicators: dict[AxisName, str] = {}
+        self._groups = groups
         self._axes = {
-            axis.name: AxisGroup(
-                axis.name,
-                axis.size,
-                layout.coordinate(rank, axis.name),
-                groups.get(axis.name),
-                ranks=layout.group_of(rank, axis.name),
-                traffic=self.traffic,
-            )
+            axis.name: self._axis(axis.name, axis.size)
             for axis in layout.axes
-            if axis.name not in _SILENT
+            if axis.name not in _SILENT and axis.name not in _APART
         }
 
     @classmethod
-    def single(cls) -> Mesh:
+    def single(cls, device: str = "cpu") -> Mesh:
         """A world of one rank, without torch.distributed."""
-        return cls(ParallelLayout.of(ParallelConfig()), 0, {})
+        return cls(ParallelLayout.of(ParallelConfig()), 0, {}, platform=platform_of(device))
 
     @classmethod
     def join(cls, spec: RankSpec) -> Mesh:
@@ -50,26 +54,32 @@ class Mesh:
         Raises:
             RankLost: not all ranks came in time.
         """
-        layout = ParallelLayout.of(spec.instance.parallel)
+        layout, platform = ParallelLayout.of(spec.instance.parallel), platform_of(spec.instance.device)
         if layout.world_size == 1:
-            return cls(layout, 0, {})
-        rank = spec.rank
-        _meet(spec, layout.world_size)
-        # the driver judges a slow step first (step_timeout_s); a collective gives up only after the driver has
-        timeout = timedelta(seconds=spec.instance.engine.step_timeout_s + spec.instance.engine.rank_lost_s)
-        groups: dict[AxisName, dist.ProcessGroup] = {}
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}  # axes of the same ranks share a group
-        for axis in layout.axes:  # all ranks make all groups, in the same order
-            if axis.size > 1 and axis.name not in _SILENT:
-                for ranks in layout.groups(axis.name):
-                    if ranks not in made:
-                        made[ranks] = dist.new_group(list(ranks), timeout=timeout)
-                groups[axis.name] = made[layout.group_of(rank, axis.name)]
-        return cls(layout, rank, groups)
+            return cls(layout, 0, {}, platform=platform)
+        _meet(spec, layout.world_size, platform)
+        return cls(layout, spec.rank, _make_groups(spec, layout, platform), platform=platform)
 
     def axis(self, name: AxisName) -> AxisGroup:
         """The group of an axis; of size 1 where the layout does not split along it, or its ranks never talk along it."""
         return self._axes.get(name) or AxisGroup(name, 1, 0, None)
+
+    def warm_up(self) -> None:
+        """Builds every communicator, and every pair of neighbours that send to each other. All ranks call it.
+
+        Before memory is measured or given to a cache: the buffers of communicators and the first use of a pair take some.
+        """
+        for axis in self.layout.axes:  # in the same order everywhere
+            self.axis(axis.name).warm_up()
+        self.axis("pp").warm_up_chain()
+        for name in sorted(_APART & self._groups.keys()):
+            place = self.layout.coordinate(self.rank, name)
+            self._communicators[name] = self.platform.runtime.communicator(self._groups[name], place)
+        self.platform.runtime.synchronise()
+
+    def communicator(self, name: AxisName) -> str:
+        """The name of a communicator that is used by operators and by nothing else; known after ``warm_up``."""
+        return self._communicators[name]
 
     @property
     def cache_shard(self) -> CacheShard:
@@ -87,12 +97,41 @@ class Mesh:
         if self.layout.world_size > 1:
             dist.destroy_process_group()
 
+    def _axis(self, name: AxisName, size: int) -> AxisGroup:
+        rank, group = self.layout.coordinate(self.rank, name), self._groups.get(name)
+        if group is None:
+            return AxisGroup(name, size, rank, None)
+        ranks = self.layout.group_of(self.rank, name)
+        line = Line(axis=name, rank=rank, ranks=ranks, group=group, traffic=self.traffic, device=self.device)
+        return AxisGroup(name, size, rank, line, collectives=self.platform.collectives)
 
-def _meet(spec: RankSpec, world_size: int) -> None:
+
+def _make_groups(spec: RankSpec, layout: ParallelLayout, platform: Platform) -> dict[AxisName, dist.ProcessGroup]:
+    """This rank's group of each axis. Axes of the same ranks and the same options share one."""
+    # the driver judges a slow step first (step_timeout_s); a collective gives up only after the driver has
+    timeout = timedelta(seconds=spec.instance.engine.step_timeout_s + spec.instance.engine.rank_lost_s)
+    groups: dict[AxisName, dist.ProcessGroup] = {}
+    made: dict[tuple[object, ...], dist.ProcessGroup] = {}
+    told: dict[str, HcclOptions] = vars(spec.instance.npu.hccl)
+    for axis in layout.axes:  # all ranks make all groups, in the same order
+        if axis.size == 1 or axis.name in _SILENT:
+            continue
+        options = told[axis.name]
+        owner = axis.name if axis.name in _APART else ""
+        for ranks in layout.groups(axis.name):
+            key = (ranks, options, owner)
+            if key not in made:
+                asked = platform.runtime.group_options(options)
+                made[key] = dist.new_group(list(ranks), timeout=timeout, pg_options=asked)
+        groups[axis.name] = made[layout.group_of(spec.rank, axis.name), options, owner]
+    return groups
+
+
+def _meet(spec: RankSpec, world_size: int, platform: Platform) -> None:
     """Makes the group of all ranks, which computes nothing. Raises RankLost (of RuntimeError are all errors here)."""
     limit = timedelta(seconds=JOIN_LIMIT_S)
     place = spec.rendezvous_host, spec.rendezvous_port
-    backend = platform_of(spec.instance.device).collective_backend
+    backend = platform.collective_backend
     try:
         store = dist.TCPStore(*place, world_size, is_master=spec.rank == 0, timeout=limit)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=spec.rank, world_size=world_size, timeout=limit)

@@ -6,9 +6,10 @@ whose ``AxisTraffic`` of one axis differ have parted. Knows no torch.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 
@@ -22,6 +23,15 @@ class AxisTraffic:
 
 
 @dataclass
+class Note:
+    """Counts of some calls, without those before them. ``kinds``: of collectives in their order, by axis."""
+
+    kinds: dict[str, list[bytes]] = field(default_factory=dict)
+    sent_bytes: Counter[str] = field(default_factory=Counter)
+    sent_to: Counter[int] = field(default_factory=Counter)
+
+
+@dataclass
 class Traffic:
     """All axes of one rank. Written by the thread that computes; readers may see a step half counted.
 
@@ -30,17 +40,44 @@ class Traffic:
 
     axes: dict[str, AxisTraffic] = field(default_factory=dict)
     sent_to: Counter[int] = field(default_factory=Counter)
+    _note: Note | None = None
 
     def began(self, axis: str, kind: str) -> None:
         """One more collective of this kind."""
-        traffic = self.axes.setdefault(axis, AxisTraffic())
-        traffic.num_collectives += 1
-        traffic.digest = zlib.crc32(kind.encode(), traffic.digest)
+        self._began(axis, 1, kind.encode())
+        if self._note is not None:
+            self._note.kinds.setdefault(axis, []).append(kind.encode())
 
     def sent(self, axis: str, to: int, num_bytes: int) -> None:
         """So many bytes went to a rank, as part of a collective or as a message."""
         self.axes.setdefault(axis, AxisTraffic()).sent_bytes += num_bytes
         self.sent_to[to] += num_bytes
+        if self._note is not None:
+            self._note.sent_bytes[axis] += num_bytes
+            self._note.sent_to[to] += num_bytes
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[Note]:
+        """What is counted meanwhile, for a step that will be executed again where nothing can count it."""
+        assert self._note is None, "notes are not taken inside each other"
+        self._note = Note()
+        try:
+            yield self._note
+        finally:
+            self._note = None
+
+    def repeat(self, note: Note) -> None:
+        """Counts once more what was noted: ends up where the same calls in the same order would."""
+        for axis, kinds in note.kinds.items():
+            self._began(axis, len(kinds), b"".join(kinds))
+        for axis, num_bytes in note.sent_bytes.items():
+            self.axes.setdefault(axis, AxisTraffic()).sent_bytes += num_bytes
+        self.sent_to.update(note.sent_to)
+
+    def _began(self, axis: str, num_collectives: int, kinds: bytes) -> None:
+        traffic = self.axes.setdefault(axis, AxisTraffic())
+        traffic.num_collectives += num_collectives
+        traffic.digest = zlib.crc32(kinds, traffic.digest)
 
     def crossing_bytes(self, rank: int, node: Sequence[int]) -> int:
         """Bytes that ``rank``, which is one of ``node``, sent to ranks that are none of them."""

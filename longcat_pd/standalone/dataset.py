@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
 
-from longcat_pd.config.offline import DEFAULT_DATASET, DataPart
+from longcat_pd.config.offline_file import DEFAULT_DATASET, DataPart
 from longcat_pd.errors import ConfigError, InvalidRequest
 from longcat_pd.server.text import TextProcessor
 

@@ -7,22 +7,29 @@ import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from longcat_pd.config.schema import EngineConfig, InstanceSpec, ModelSection, ParallelConfig, RankSpec, TransferConfig
 from longcat_pd.engine.plan import StepOutput, StepPlan
 from longcat_pd.engine.runner import ModelRunner
 from longcat_pd.parallel.mesh import Mesh
 from longcat_pd.parallel.platform import platform_of
+from tests import pretend
 
 R = TypeVar("R")
 BLOCK_SIZE = 8
 
 
 def rank_specs(
-    path: Path, parallel: ParallelConfig, *, num_blocks: int = 64, timeout_s: float = 30.0, num_drafts: int = 0
+    path: Path,
+    parallel: ParallelConfig,
+    *,
+    num_blocks: int = 64,
+    timeout_s: float = 30.0,
+    num_drafts: int = 0,
+    device: Literal["cpu", "npu"] = "cpu",
 ) -> list[RankSpec]:
-    """What the ranks of a CPU instance in fp32 are told."""
+    """What the ranks of an instance in fp32 are told. ``npu``: the processor under that name, see ``pretend``."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -40,7 +47,7 @@ def rank_specs(
         role="standalone",
         host="127.0.0.1",
         http_port=1,
-        device="cpu",
+        device=device,
         model=ModelSection(path=str(path), dtype="float32"),
         parallel=parallel,
         engine=engine,
@@ -60,12 +67,14 @@ def rank_specs(
     ]
 
 
-def on_ranks(specs: Sequence[RankSpec], task: Callable[..., R], *arguments: object) -> list[R]:
-    """``task(spec, mesh, *arguments)`` on every rank; the results by rank."""
+def on_ranks(
+    specs: Sequence[RankSpec], task: Callable[..., R], *arguments: object, collectives: str = "pairwise"
+) -> list[R]:
+    """``task(spec, mesh, *arguments)`` on every rank; the results by rank. ``collectives``: of device cpu."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "longcat_pd.engine.runner"])
     with ProcessPoolExecutor(len(specs), mp_context=context) as pool:
-        futures = [pool.submit(_joined, spec, task, arguments) for spec in specs]
+        futures = [pool.submit(_joined, spec, task, arguments, collectives) for spec in specs]
         return [future.result(timeout=900) for future in futures]  # a rank may have to compile its step
 
 
@@ -77,8 +86,10 @@ def run_plans(spec: RankSpec, mesh: Mesh, plans: Sequence[StepPlan]) -> list[Ste
     return outputs
 
 
-def _joined(spec: RankSpec, task: Callable[..., R], arguments: tuple[object, ...]) -> R:
-    platform_of("cpu").prepare_rank()
+def _joined(spec: RankSpec, task: Callable[..., R], arguments: tuple[object, ...], collectives: str) -> R:
+    pretend.host("cpu", collectives)
+    pretend.host("npu", "native")
+    platform_of(spec.instance.device).prepare_rank()
     mesh = Mesh.join(spec)
     try:
         return task(spec, mesh, *arguments)

@@ -41,6 +41,7 @@ class MuteMesh:
     def __init__(self, layout: ParallelLayout, rank: int) -> None:
         self.layout = layout
         self.rank = rank
+        self.device = torch.device("cpu")
 
     def axis(self, name: Any) -> MuteAxis:
         return MuteAxis(name, self.layout.axis(name).size, self.layout.coordinate(self.rank, name))

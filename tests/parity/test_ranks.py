@@ -74,9 +74,9 @@ def single(path: Path, num_decoded: int) -> dict[int, list[SlotOutput]]:
     return answers(run_plans(rank_specs(path, parallel)[0], Mesh.single(), plans_for(parallel, num_decoded, samplings())))
 
 
-def check_equal(path: Path, parallel: ParallelConfig, num_decoded: int) -> None:
-    expected = single(path, num_decoded)
-    by_rank = on_ranks(rank_specs(path, parallel), run_plans, plans_for(parallel, num_decoded, samplings()))
+def check_equal(path: Path, parallel: ParallelConfig, num_decoded: int, *, collectives: str = "pairwise") -> None:
+    expected, plans = single(path, num_decoded), plans_for(parallel, num_decoded, samplings())
+    by_rank = on_ranks(rank_specs(path, parallel), run_plans, plans, collectives=collectives)
     layout = ParallelLayout.of(parallel)
     reporting = [rank for rank, outputs in enumerate(by_rank) if answers(outputs)]
     assert reporting == [rank for rank in range(layout.world_size) if layout.is_reporting(rank)]
@@ -112,6 +112,12 @@ def test_decode_pool(tiny: MakeCheckpoint, kvp: int) -> None:
 @pytest.mark.parametrize("parallel", [ParallelConfig(pp_size=2, cp_size=2), ParallelConfig(kvp_size=2, attn_tp_size=2)])
 def test_variants(tiny: MakeCheckpoint, variant: str, parallel: ParallelConfig) -> None:
     check_equal(tiny(variant), parallel, 0 if parallel.pp_size > 1 else NUM_DECODED)
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(pp_size=2, cp_size=2), ParallelConfig(kvp_size=4, attn_tp_size=4)])
+def test_by_the_backends_own_collectives(tiny: MakeCheckpoint, parallel: ParallelConfig) -> None:
+    """All that a device's ranks exchange, on gloo."""
+    check_equal(tiny("2.0"), parallel, 0 if parallel.pp_size > 1 else NUM_DECODED, collectives="native")
 
 
 def check_alone(path: Path) -> None:

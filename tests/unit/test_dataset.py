@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from longcat_pd.config.offline import DataPart
+from longcat_pd.config.offline_file import DataPart
 from longcat_pd.errors import ConfigError
 from longcat_pd.server.text import TextProcessor
 from longcat_pd.standalone.dataset import BUILT_IN, prompts, truncated

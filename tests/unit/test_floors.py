@@ -34,7 +34,14 @@ TOOLS = tuple(f"{name}{end}" for name in FLOORS[7] for end in (".py", "/"))
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "torch_npu": ("kernels/npu", "engine/graph.py", "parallel/platform.py"),
     "torchair": ("kernels/npu", "engine/graph.py", "parallel/platform.py"),
-    "torch.distributed": ("parallel/mesh.py", "parallel/collectives.py", "kv_transfer/process_group.py"),
+    "torch.distributed": (
+        "parallel/mesh.py",
+        "parallel/collectives.py",
+        "parallel/line.py",
+        "parallel/native.py",
+        "parallel/pairwise.py",
+        "kv_transfer/process_group.py",
+    ),
     "zmq": ("wire.py",),
     "msgspec": ("wire.py",),
     "prometheus_client": ("metrics.py",),

@@ -11,6 +11,7 @@ import yaml
 
 from longcat_pd.config.offline import OfflineRun, in_dialect, load
 from longcat_pd.config.quantization import int8_section
+from longcat_pd.config.schema import NpuConfig
 from longcat_pd.errors import ConfigError
 from longcat_pd.tiny.configs import make_config
 from tests.releases import CHAT, LITE
@@ -239,6 +240,49 @@ def test_a_setting_lies_over_the_file_and_is_told_of_like_it(tmp_path: Path) -> 
         load(tmp_path / "run.yaml", ["scheduler_config.batch_sise=2"])
 
 
+NPU_RUN: dict[str, Any] = {
+    "device": "npu",
+    "model_config__model_path": "wide",
+    "model_config__exe_mode": "ge_graph",
+}
+
+
+def read_npu(tmp_path: Path, **changes: Any) -> OfflineRun:
+    if not (tmp_path / "wide").exists():
+        checkpoint(tmp_path / "wide", make_config("lite", ["num_attention_heads=8"], dtype="bfloat16"))
+    return read(tmp_path, **{**NPU_RUN, **changes})
+
+
+def test_switches_and_core_shares_reach_an_npu(tmp_path: Path) -> None:
+    usual = read_npu(tmp_path).instance
+    assert (usual.engine.exe_mode, usual.engine.buckets) == ("ge_graph", (4,))
+    shares = {"moe_cube_cores": 8, "moe_vector_cores": 16, "main_cube_cores": 16, "main_vector_cores": 32}
+    assert usual.npu == NpuConfig(**shares)
+    custom = {"enable_moe_stream_overlap": True, "enable_prefetch": True, "moe_aic_num": 6, "main_aiv_num": 20}
+    told = read_npu(tmp_path, soc="A3", model_config__custom_params=custom).instance.npu
+    changed = {**shares, "moe_cube_cores": 6, "main_vector_cores": 20}
+    assert told == NpuConfig(soc="A3", is_moe_overlapped=True, is_prefetched=True, **changed)
+    unlimited = read_npu(tmp_path, model_config__custom_params={"enable_limit_core_num": False}).instance.npu
+    assert unlimited == NpuConfig(**dict.fromkeys(shares, 0))
+
+
+def test_rules_of_npu_are_told_in_the_dialect(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_npu(
+            tmp_path,
+            model_config__exe_mode="inductor",
+            model_config__dtype="float32",
+            model_config__custom_params={"moe_aic_num": 20},
+            scheduler_config__block_size=24,
+        )
+    assert [line.partition(": ")[0] for line in caught.value.message.splitlines()] == [
+        "model_config.exe_mode=inductor",
+        "scheduler_config.block_size=24",
+        "model_config.custom_params.moe_aic_num=20",
+        "model_config.dtype=float32",
+    ]
+
+
 def test_files_are_shipped_for_both() -> None:
     assert [f"{file.stem}_cpu" for file in NPU] == [file.stem for file in CPU]
     assert len(NPU) == 5
@@ -255,12 +299,12 @@ def test_a_shipped_cpu_file_reads(file: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", NPU, ids=lambda file: file.stem)
 def test_a_shipped_npu_file_fits_the_released_sizes(file: Path, tmp_path: Path) -> None:
-    """Nothing is wrong with it but that this build has no such device."""
     path = checkpoint(tmp_path / "real", LITE if "lite" in file.stem else CHAT, is_int8="w8a8" in file.stem)
-    with pytest.raises(ConfigError) as caught:
-        load(file, [f"model_config.model_path={path}"])
-    (line,) = caught.value.message.splitlines()
-    assert line.startswith("device=npu: is not supported yet")
+    run = load(file, [f"model_config.model_path={path}"])
+    stated = yaml.safe_load(file.read_text())["model_config"]
+    assert (run.instance.device, run.idle) == ("npu", ())
+    assert run.instance.engine.exe_mode == stated["exe_mode"]
+    assert run.instance.npu.is_moe_overlapped == stated.get("custom_params", {}).get("enable_moe_stream_overlap", False)
 
 
 @pytest.mark.parametrize("file", NPU, ids=lambda file: file.stem)
