@@ -9,7 +9,7 @@ from longcat_pd.engine.rank import run_rank
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.kv_transfer.arrival import ArrivalLanes
 from longcat_pd.kv_transfer.hello import LANE_PORT_OFFSET
-from longcat_pd.kv_transfer.process_group import GlooListener
+from longcat_pd.kv_transfer.process_group import listener_of
 from longcat_pd.kv_transfer.sides import LaneOptions, Report
 from longcat_pd.kv_transfer.transport import LaneEnd
 
@@ -26,7 +26,7 @@ def arrival_lanes(spec: RankSpec, cache: KVCache, report: Report) -> Lanes:
     instance = spec.instance
     me = LaneEnd(instance.name, spec.incarnation, spec.rank)
     address = (instance.host, instance.http_port + LANE_PORT_OFFSET)
-    listener = GlooListener(me, address, _STORE_TIMEOUT_S)
+    listener = listener_of(spec, me, address, _STORE_TIMEOUT_S)
     options = LaneOptions.of(instance.transfer)
     lanes = ArrivalLanes(me, instance.parallel.kvp_size, cache=cache, listener=listener, options=options, report=report)
     return None, lanes

@@ -1,5 +1,8 @@
 """Lanes over torch.distributed: a two-rank gloo process group for each pair of ranks, apart from every other group.
 
+Where a device has a network of its own, a second group beside it carries the large tensors (``device_pair.py``); headers,
+deadlines between messages and the end of a lane are gloo's everywhere.
+
 Owns the meeting of the two ends: a TCPStore that the decode instance's rank 0 serves. A source takes the next number of
 the target rank's calls and writes who it is; the target waits for the numbers in order. Both ends then make the group under
 a name that holds both incarnations and the number, so every new lane between the same two ranks has a new name.
@@ -16,10 +19,14 @@ from typing import Any
 import torch
 from torch.distributed import DistError, PrefixStore, ProcessGroupGloo, TCPStore, Work  # type: ignore[attr-defined]
 
+from longcat_pd.config.schema import RankSpec
+from longcat_pd.kv_transfer.device_pair import SOURCE, TARGET, Carrier, MakeCarrier, carriers_of, no_carrier
 from longcat_pd.kv_transfer.transport import LaneClosed, LaneEnd, LaneTimeout
+from longcat_pd.parallel.platform import platform_of
 from longcat_pd.wire import MalformedRecord, from_json, to_json
 
-_SOURCE, _TARGET = 0, 1
+HOST_BYTES = 4096  # tensors that are larger are the carrier's, if the lane has one; a header is smaller
+
 _DATA_TAG, _CLOSING_TAG = 0, 1
 _FOREVER = timedelta(days=365)
 _CLOSING = timedelta(milliseconds=1)
@@ -36,11 +43,12 @@ def _translate(error: RuntimeError) -> LaneClosed | LaneTimeout:
 
 
 class GlooLane:
-    """One end of a pair group; see ``transport.Lane``. ``me``: 0 the source, 1 the target."""
+    """One end of a pair group; see ``transport.Lane``. ``me``: SOURCE or TARGET. ``carrier``: of large tensors."""
 
-    def __init__(self, group: ProcessGroupGloo, me: int) -> None:
+    def __init__(self, group: ProcessGroupGloo, me: int, carrier: Carrier | None = None) -> None:
         self._group: Any = group  # its stub lacks the calls that it inherits
         self._me = me
+        self._carrier = carrier
         self._posted: list[tuple[Work, torch.Tensor]] = []
         self._closing = threading.Lock()
         self._is_closed = False
@@ -49,16 +57,25 @@ class GlooLane:
         """Post."""
         try:
             for tensor in message:
-                work: Work = self._group.send([tensor], _TARGET, _DATA_TAG)
-                self._posted.append((work, tensor))
+                carrier = self._carrier_of(tensor)
+                if carrier is not None:
+                    carrier.send(tensor)
+                else:
+                    work: Work = self._group.send([tensor], TARGET, _DATA_TAG)
+                    self._posted.append((work, tensor))
         except RuntimeError as error:
             raise _translate(error) from error
 
     def receive_into(self, tensor: torch.Tensor, timeout_s: float | None) -> None:
-        """Wait for the next tensor."""
+        """Wait for the next tensor. A large one on a device always has a deadline: it comes right behind its header."""
+        carrier = self._carrier_of(tensor)
+        if carrier is not None:
+            assert timeout_s is not None, "a wait on a device without a deadline"
+            carrier.receive_into(tensor, timeout_s)
+            return
         limit = _FOREVER if timeout_s is None else timedelta(seconds=timeout_s)
         try:
-            self._group.recv([tensor], _SOURCE, _DATA_TAG).wait(limit)
+            self._group.recv([tensor], SOURCE, _DATA_TAG).wait(limit)
         except RuntimeError as error:
             raise _translate(error) from error
 
@@ -71,6 +88,8 @@ class GlooLane:
             raise _translate(error) from error
         finally:
             self._posted.clear()
+        if self._carrier is not None:
+            self._carrier.drain(timeout_s)
 
     def close(self) -> None:
         """A receive that is too late closes the pair, and with it every wait of both ends; there is no gentler way."""
@@ -78,10 +97,16 @@ class GlooLane:
             if self._is_closed:
                 return
             self._is_closed = True
+        if self._carrier is not None:
+            self._carrier.close()
         try:
             self._group.recv([torch.empty(1, dtype=torch.int64)], 1 - self._me, _CLOSING_TAG).wait(_CLOSING)
         except RuntimeError:
             return  # as intended, or the pair was broken before
+
+    def _carrier_of(self, tensor: torch.Tensor) -> Carrier | None:
+        """Both ends know the size of what comes, and choose alike."""
+        return self._carrier if tensor.nbytes > HOST_BYTES else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +140,20 @@ def _connect(address: tuple[str, int], timeout_s: float, *, serve: bool = False)
         raise LaneClosed(f"no lane store at {address[0]}:{address[1]}: {str(error).splitlines()[0]}") from error
 
 
-def _pair(store: TCPStore, record: _CallRecord, me: int, timeout_s: float) -> GlooLane:
+def _pair(store: TCPStore, record: _CallRecord, me: int, timeout_s: float, carrier: MakeCarrier) -> GlooLane:
     try:
         group = ProcessGroupGloo(PrefixStore(record.group_name, store), me, 2, timedelta(seconds=timeout_s))
+        return GlooLane(group, me, carrier(PrefixStore(f"{record.group_name}/device", store), me, timeout_s))
     except RuntimeError as error:
         raise _translate(error) from error
-    return GlooLane(group, me)
 
 
 class GlooCaller:
     """See ``transport.Caller``."""
 
-    def __init__(self, me: LaneEnd) -> None:
+    def __init__(self, me: LaneEnd, carrier: MakeCarrier = no_carrier) -> None:
         self._me = me
+        self._carrier = carrier
 
     def open(self, target: LaneEnd, address: tuple[str, int], timeout_s: float) -> GlooLane:
         """Call the target and make the pair. The store's connection belongs to the lane: a slow peer holds up no other."""
@@ -138,7 +164,7 @@ class GlooCaller:
             store.set(_call_key(target.rank, number), to_json(record))
         except RuntimeError as error:
             raise LaneClosed(f"the lane store of {target.instance} is gone") from error
-        return _pair(store, record, _SOURCE, timeout_s)
+        return _pair(store, record, SOURCE, timeout_s, self._carrier)
 
     def close(self) -> None:
         """Nothing is shared."""
@@ -150,6 +176,7 @@ class GlooCall:
 
     record: _CallRecord
     address: tuple[str, int]
+    carrier: MakeCarrier
 
     @property
     def source(self) -> LaneEnd:
@@ -158,7 +185,7 @@ class GlooCall:
 
     def open(self, timeout_s: float) -> GlooLane:
         """This end of the pair."""
-        return _pair(_connect(self.address, timeout_s), self.record, _TARGET, timeout_s)
+        return _pair(_connect(self.address, timeout_s), self.record, TARGET, timeout_s, self.carrier)
 
 
 class GlooListener:
@@ -168,10 +195,14 @@ class GlooListener:
         me: this rank; rank 0 serves the store for all ranks of its instance.
         address: where the store is served; port 0 (rank 0 alone) takes a free one.
         timeout_s: how long to wait until rank 0 serves it.
+        carrier: makes that of each lane.
     """
 
-    def __init__(self, me: LaneEnd, address: tuple[str, int], timeout_s: float) -> None:
+    def __init__(
+        self, me: LaneEnd, address: tuple[str, int], timeout_s: float, *, carrier: MakeCarrier = no_carrier
+    ) -> None:
         self._me = me
+        self._carrier = carrier
         self._server = _connect(address, timeout_s, serve=True) if me.rank == 0 else None
         self.address = address if self._server is None else (address[0], self._server.port)
         self._is_over = False
@@ -197,7 +228,7 @@ class GlooListener:
             except MalformedRecord:
                 continue
             if record.target == self._me:  # else a call for a former life of this rank
-                return GlooCall(record, self.address)
+                return GlooCall(record, self.address, self._carrier)
 
     def close(self) -> None:
         """A call that means the end. If the store is gone, so is the wait."""
@@ -208,3 +239,14 @@ class GlooListener:
             store.set(_call_key(self._me.rank, store.add(_count_key(self._me.rank), 1)), _GOODBYE)
         except (RuntimeError, LaneClosed):
             return
+
+
+def caller_of(spec: RankSpec, me: LaneEnd) -> GlooCaller:
+    """What opens the lanes of a prefill rank."""
+    return GlooCaller(me, carriers_of(platform_of(spec.instance.device), spec.local_rank))
+
+
+def listener_of(spec: RankSpec, me: LaneEnd, address: tuple[str, int], timeout_s: float) -> GlooListener:
+    """What hears of the lanes to a decode rank."""
+    carrier = carriers_of(platform_of(spec.instance.device), spec.local_rank)
+    return GlooListener(me, address, timeout_s, carrier=carrier)

@@ -6,6 +6,7 @@ import importlib
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from longcat_pd.errors import ConfigError
 from longcat_pd.parallel.hccl import hccl_config
 
 _NPU_RELEASES = "2.6.0.post5, 2.7.1.post11, 2.8.0.post5, 2.9.0 or later"
+_PAIR_LIMIT = timedelta(days=1)
 _TORCH: Any = torch  # whose own types do not know what torch_npu adds
 
 
@@ -57,6 +59,17 @@ class Runtime(Protocol):
         """The name by which operators find the group. Builds its communicator. ``rank``: this one's place in it."""
         ...
 
+    def make_pair(self, store: Any, place: int) -> Any:
+        """A group of two ranks for messages, apart from all others. None: hosts reach each other as well as devices do.
+
+        Nothing on it ends by itself; who waits for it ends it (``abort``). ``store``: where both ends meet.
+        """
+        ...
+
+    def abort(self, group: Any) -> None:
+        """Ends a group of ``make_pair``, and every wait for it; from any thread. RuntimeError: it was broken before."""
+        ...
+
 
 class HostRuntime:
     """Ranks are processes of the machine's processor."""
@@ -88,6 +101,13 @@ class HostRuntime:
     def communicator(self, group: Any, rank: int) -> str:
         """The group's own name, by which torch finds it."""
         return str(group.group_name)
+
+    def make_pair(self, store: Any, place: int) -> Any:
+        """See Runtime."""
+        return None
+
+    def abort(self, group: Any) -> None:
+        """There are none."""
 
 
 class NpuRuntime:
@@ -140,6 +160,17 @@ class NpuRuntime:
     def communicator(self, group: Any, rank: int) -> str:
         """See Runtime."""
         return str(group._get_backend(torch.device("npu")).get_hccl_comm_name(rank))
+
+    def make_pair(self, store: Any, place: int) -> Any:
+        """See Runtime."""
+        kind = importlib.import_module("torch_npu")._C._distributed_c10d.ProcessGroupHCCL
+        options = kind.Options()
+        options._timeout = _PAIR_LIMIT  # after which a watchdog of torch_npu would end the process
+        return kind(store, place, 2, options)
+
+    def abort(self, group: Any) -> None:
+        """See Runtime."""
+        group.abort_hccl_comm("the lane ends")
 
     @property
     def _api(self) -> Any:

@@ -8,7 +8,7 @@ from longcat_pd.engine.handover import Lanes
 from longcat_pd.engine.rank import run_rank
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.kv_transfer.plan import travelling_layers
-from longcat_pd.kv_transfer.process_group import GlooCaller
+from longcat_pd.kv_transfer.process_group import caller_of
 from longcat_pd.kv_transfer.push import PrefillShape, PushLanes
 from longcat_pd.kv_transfer.sides import LaneOptions, Report
 from longcat_pd.kv_transfer.transport import LaneEnd
@@ -26,4 +26,5 @@ def push_lanes(spec: RankSpec, cache: KVCache, report: Report) -> Lanes:
     layers = travelling_layers(instance.parallel.layers_per_stage, has_draft=instance.engine.num_draft_tokens > 0)
     shape = PrefillShape(layers_per_stage=layers, cp_size=instance.parallel.cp_size)
     options = LaneOptions.of(instance.transfer)
-    return PushLanes(me, shape, cache=cache, caller=GlooCaller(me), options=options, report=report), None
+    caller = caller_of(spec, me)
+    return PushLanes(me, shape, cache=cache, caller=caller, options=options, report=report), None

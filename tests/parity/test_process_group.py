@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
@@ -15,15 +16,22 @@ import pytest
 import torch
 
 from longcat_pd.kv_cache.storage import KVCache
+from longcat_pd.kv_transfer import process_group
 from longcat_pd.kv_transfer.arrival import ArrivalLanes
+from longcat_pd.kv_transfer.device_pair import carriers_of, no_carrier
+from longcat_pd.kv_transfer.frames import HEADER_INTS
 from longcat_pd.kv_transfer.messages import Arrival, Push
 from longcat_pd.kv_transfer.process_group import GlooCaller, GlooListener
 from longcat_pd.kv_transfer.push import PrefillShape, PushLanes
 from longcat_pd.kv_transfer.sides import LaneOptions
 from longcat_pd.kv_transfer.transport import LaneClosed, LaneEnd
+from longcat_pd.parallel.platform import platform_of
 from longcat_pd.wire import pack
+from tests.pretend import PairedRuntime
 from tests.unit.transfer_rig import BLOCK, CPU, Reports, spec
 
+HEADER_BYTES = 8 * HEADER_INTS  # all that is larger is the carrier's
+CARRIERS = {False: no_carrier, True: carriers_of(replace(platform_of("cpu"), runtime=PairedRuntime()), 0)}
 LAYERS = 2
 PROMPT = 6 * BLOCK + 1
 BLOCKS = pack(range(1, 8))
@@ -33,18 +41,19 @@ def value(entry_name: str, block: int) -> float:
     return float(int(entry_name.split(".")[1]) * 100 + block)
 
 
-def prefill_rank(pipe: Connection, port: int, incarnation: str, timeout_s: float) -> None:
+def prefill_rank(pipe: Connection, port: int, incarnation: str, timeout_s: float, is_carried: bool) -> None:
     """A process that pushes transfers by name; ``layers``: how many of them before it waits for the next order."""
+    process_group.HOST_BYTES = HEADER_BYTES
     torch.set_num_threads(1)
     me = LaneEnd("p0", incarnation, 0)
     cache = KVCache(spec(range(LAYERS)), 16, BLOCK, CPU)
     for entry in cache.spec.entries:
         for block in range(16):
             cache.tensor(entry.name)[block] = value(entry.name, block)
-    reports = Reports()
+    reports, caller = Reports(), GlooCaller(me, CARRIERS[is_carried])
     shape = PrefillShape(layers_per_stage=(LAYERS,), cp_size=1)
     options = LaneOptions(digest="all", timeout_s=timeout_s, connect_timeout_s=5.0)
-    lanes = PushLanes(me, shape, cache=cache, caller=GlooCaller(me), options=options, report=reports)
+    lanes = PushLanes(me, shape, cache=cache, caller=caller, options=options, report=reports)
     seen = 0
     while (order := pipe.recv()) is not None:
         transfer_id, generation, layers = order
@@ -75,11 +84,11 @@ def prefill_rank(pipe: Connection, port: int, incarnation: str, timeout_s: float
 class Prefill:
     """Handle of such a process."""
 
-    def __init__(self, port: int, incarnation: str = "p", timeout_s: float = 10.0) -> None:
+    def __init__(self, port: int, incarnation: str = "p", timeout_s: float = 10.0, *, is_carried: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(
-            target=prefill_rank, args=(theirs, port, incarnation, timeout_s), daemon=True
+            target=prefill_rank, args=(theirs, port, incarnation, timeout_s, is_carried), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -109,12 +118,13 @@ class Prefill:
 
 
 class Decode:
-    """The decode rank, in the process of the test."""
+    """The decode rank, in the process of the test. ``is_carried``: large tensors take a group of their own."""
 
-    def __init__(self, timeout_s: float = 10.0) -> None:
+    def __init__(self, timeout_s: float = 10.0, *, is_carried: bool = False) -> None:
+        self.is_carried = is_carried
         me = LaneEnd("d0", "d", 0)
         self.cache = KVCache(spec(range(LAYERS)), 16, BLOCK, CPU)
-        self.listener = GlooListener(me, ("127.0.0.1", 0), 5.0)
+        self.listener = GlooListener(me, ("127.0.0.1", 0), 5.0, carrier=CARRIERS[is_carried])
         self.reports = Reports()
         options = LaneOptions(digest="all", timeout_s=timeout_s, connect_timeout_s=5.0)
         self.lanes = ArrivalLanes(me, 1, cache=self.cache, listener=self.listener, options=options, report=self.reports)
@@ -122,6 +132,9 @@ class Decode:
     @property
     def port(self) -> int:
         return self.listener.address[1]
+
+    def prefill(self, incarnation: str = "p") -> Prefill:
+        return Prefill(self.port, incarnation, is_carried=self.is_carried)
 
     def announce(self, transfer_id: str, incarnation: str = "p", generation: int = 1) -> None:
         arrival = Arrival(
@@ -150,15 +163,16 @@ class Decode:
             self.cache.tensor(entry.name).zero_()
 
 
-@pytest.fixture
-def decode() -> Iterator[Decode]:
-    side = Decode()
+@pytest.fixture(params=[False, True], ids=["host", "carrier"])
+def decode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Decode]:
+    monkeypatch.setattr(process_group, "HOST_BYTES", HEADER_BYTES)
+    side = Decode(is_carried=request.param)
     yield side
     side.lanes.close()
 
 
 def test_transfers_then_kill_then_a_new_life(decode: Decode) -> None:
-    prefill = Prefill(decode.port)
+    prefill = decode.prefill()
     for number in range(3):
         decode.wipe()
         decode.announce(f"t{number}")
@@ -187,7 +201,7 @@ def test_transfers_then_kill_then_a_new_life(decode: Decode) -> None:
     assert decode.lanes.counts().reserved_blocks == 0
     # another life of the same rank
     decode.wipe()
-    second = Prefill(decode.port, "p-again")
+    second = decode.prefill("p-again")
     decode.announce("alive", "p-again")
     second.push_all("alive")
     assert second.answer()[0]
@@ -197,7 +211,7 @@ def test_transfers_then_kill_then_a_new_life(decode: Decode) -> None:
 
 
 def test_cancel_then_another_transfer_on_the_same_lane(decode: Decode) -> None:
-    prefill = Prefill(decode.port)
+    prefill = decode.prefill()
     decode.announce("t")
     prefill.order("t", 0)
     prefill.order("t", 1)

@@ -6,6 +6,7 @@ That ranks use it shows integration/test_rank_process.py. Nothing here has run o
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -55,7 +56,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
         stream=note("stream"),
     )
     package: Any = ModuleType("torch_npu")
-    package._C = SimpleNamespace(_distributed_c10d=SimpleNamespace(ProcessGroupHCCL=SimpleNamespace(Options=Options)))
+
+    class Pair:
+        def __init__(self, *args: object) -> None:
+            noted.append(("ProcessGroupHCCL", *args))
+
+        def abort_hccl_comm(self, reason: str) -> None:
+            noted.append(("abort_hccl_comm", reason))
+
+    Pair.Options = Options  # type: ignore[attr-defined]
+    package._C = SimpleNamespace(_distributed_c10d=SimpleNamespace(ProcessGroupHCCL=Pair))
     monkeypatch.setitem(sys.modules, "torch_npu", package)
     monkeypatch.setattr(torch, "npu", api, raising=False)
     return noted
@@ -117,6 +127,15 @@ def test_memory_and_waiting(calls: list[tuple[object, ...]]) -> None:
 def test_options_of_a_group_are_one_dictionary_assigned_whole(calls: list[tuple[object, ...]]) -> None:
     told = NPU.group_options(HcclOptions(buffer_mb=400, expansion_mode="aiv"))
     assert told.hccl_config == {"hccl_buffer_size": 400, "hccl_op_expansion_mode": 3}
+
+
+def test_a_pair_of_a_lane_is_never_ended_by_a_watchdog(calls: list[tuple[object, ...]]) -> None:
+    pair = NPU.make_pair("store", 1)
+    (name, store, place, size, options) = calls[-1]
+    assert (name, store, place, size) == ("ProcessGroupHCCL", "store", 1, 2)
+    assert isinstance(options, Options) and vars(options)["_timeout"] == timedelta(days=1)
+    NPU.abort(pair)
+    assert calls[-1] == ("abort_hccl_comm", "the lane ends")
 
 
 def test_the_communicators_name_is_asked_of_the_groups_backend() -> None:
