@@ -9,7 +9,7 @@ import torch
 
 from longcat_pd import kernels
 from longcat_pd.config.model import ModelConfig
-from longcat_pd.config.schema import InstanceSpec
+from longcat_pd.config.schema import InstanceSpec, NpuConfig
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.models.causal_lm import CausalLM
 from longcat_pd.models.checkpoint import int8_modules, open_checkpoint
@@ -39,7 +39,13 @@ def build_stage(
     has_weights = instance.model.weights == "checkpoint"
     int8 = int8_modules(open_checkpoint(Path(instance.model.path))) if has_weights else frozenset()
     engine = instance.engine
-    ops = kernels.load(instance.device, exe_mode=engine.exe_mode, is_steady=bool(int8), unfused=engine.unfused)
+    ops = kernels.load(
+        instance.device,
+        exe_mode=engine.exe_mode,
+        is_steady=bool(int8),
+        unfused=engine.unfused,
+        npu=npu_settings(instance.npu),
+    )
     context = ModelContext(
         config=config,
         ops=ops,
@@ -59,6 +65,20 @@ def build_stage(
     weight_bytes = fill_weights(model.weight_specs(), instance.model, config=config)
     model.prepare()
     return StageModel(model=model, ops=ops, weight_bytes=weight_bytes)
+
+
+def npu_settings(npu: NpuConfig) -> kernels.NpuSettings:
+    """The part of the configuration that operators know."""
+    return kernels.NpuSettings(
+        is_overlapped=npu.is_moe_overlapped,
+        cube_cores=npu.moe_cube_cores,
+        vector_cores=npu.moe_vector_cores,
+        main_cube_cores=npu.main_cube_cores,
+        main_vector_cores=npu.main_vector_cores,
+        is_prefetched=npu.is_prefetched,
+        dispatch_algorithm=npu.comm_alg,
+        is_series_a3=npu.soc == "A3",
+    )
 
 
 def data_type(instance: InstanceSpec, config: ModelConfig) -> torch.dtype:

@@ -78,6 +78,9 @@ class AxisGroup:
         rank: this rank's coordinate among them.
         line: their process group; None when the axis has one rank.
         collectives: a name in COLLECTIVES.
+
+    ``communicator``: what a device's operators that communicate themselves call these ranks, apart from all other groups.
+    Empty where there are none, and before ``Mesh.warm_up``.
     """
 
     def __init__(self, name: str, size: int, rank: int, line: Line | None, *, collectives: str = "pairwise") -> None:
@@ -85,13 +88,9 @@ class AxisGroup:
         self.name = name
         self.size = size
         self.rank = rank
+        self.communicator = ""
         self._line = line
         self._collectives = None if line is None else COLLECTIVES[collectives](line)
-
-    @property
-    def communicator(self) -> str:
-        """What a device's own collectives call these ranks, apart from all other groups; empty where there are none."""
-        return ""
 
     def leave(self) -> None:
         """The process group ends."""

@@ -17,7 +17,7 @@ from longcat_pd.parallel.traffic import Traffic
 JOIN_LIMIT_S = 20.0  # until all ranks of the instance have come to the rendezvous: they are started together
 
 _SILENT: frozenset[AxisName] = frozenset({"dp"})  # groups compute beside each other; what joins them has other axes
-_APART: frozenset[AxisName] = frozenset({"fused"})  # its communicator belongs to operators, not to collectives
+_APART: dict[AxisName, AxisName] = {"fused": "ep"}  # communicators of operators, and whose ranks they join
 
 
 class Mesh:
@@ -34,7 +34,6 @@ class Mesh:
         self.platform = platform
         self.device = platform.device(rank)
         self.traffic = Traffic()
-        self._communicators: dict[AxisName, str] = {}
         self._groups = groups
         self._axes = {
             axis.name: self._axis(axis.name, axis.size)
@@ -72,14 +71,11 @@ class Mesh:
         for axis in self.layout.axes:  # in the same order everywhere
             self.axis(axis.name).warm_up()
         self.axis("pp").warm_up_chain()
-        for name in sorted(_APART & self._groups.keys()):
-            place = self.layout.coordinate(self.rank, name)
-            self._communicators[name] = self.platform.runtime.communicator(self._groups[name], place)
+        for name, owner in _APART.items():
+            if name in self._groups:
+                place = self.layout.coordinate(self.rank, name)
+                self.axis(owner).communicator = self.platform.runtime.communicator(self._groups[name], place)
         self.platform.runtime.synchronise()
-
-    def communicator(self, name: AxisName) -> str:
-        """The name of a communicator that is used by operators and by nothing else; known after ``warm_up``."""
-        return self._communicators[name]
 
     @property
     def cache_shard(self) -> CacheShard:

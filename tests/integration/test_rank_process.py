@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -54,7 +55,13 @@ def lanes_with_a_defect(_spec: RankSpec, _cache: KVCache, _report: Callable[[Tra
 class Instance:
     """Rank processes, and this test as their driver."""
 
-    def __init__(self, checkpoint: Path, parallel: ParallelConfig, entry: Callable[[str], None] = rank.main) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        parallel: ParallelConfig,
+        entry: Callable[[str], None] = rank.main,
+        device: Literal["cpu", "npu"] = "cpu",
+    ) -> None:
         self.plans = wire.BlockingSocket("router", "tcp://127.0.0.1:*", bind=True)
         self.outputs = wire.BlockingSocket("pull", "tcp://127.0.0.1:*", bind=True)
         self.codec: wire.Codec[StepPlan | Stop] = wire.Codec(StepPlan, Stop)
@@ -63,7 +70,7 @@ class Instance:
         context.set_forkserver_preload(["torch", "longcat_pd.engine.runner"])
         self.processes: list[ForkServerProcess] = []
         self.identities: list[bytes] = []
-        for spec in rank_specs(checkpoint, parallel):
+        for spec in rank_specs(checkpoint, parallel, device=device):
             spec = replace(spec, plan_endpoint=self.plans.endpoint, output_endpoint=self.outputs.endpoint)
             self.spec = spec.instance
             self.identities.append(spec.identity)
@@ -177,6 +184,17 @@ def test_a_checkpoint_that_is_not_there_is_said_in_one_line(checkpoint: Path) ->
         (output,) = instance.hear(StepOutput, 1)
         assert isinstance(output, StepOutput) and output.step_id == 0
         assert output.fault is not None and "\n" not in output.fault and "config.json" in output.fault
+        assert instance.statuses() == [2]
+    finally:
+        instance.close()
+
+
+def test_a_device_whose_software_is_not_there_is_said_in_one_line(checkpoint: Path) -> None:
+    instance = Instance(checkpoint, ParallelConfig(), device="npu")
+    try:
+        (output,) = instance.hear(StepOutput, 1)
+        assert isinstance(output, StepOutput) and output.fault is not None
+        assert output.fault.startswith("device=npu: needs the package torch_npu (2.6.0.post5") and "\n" not in output.fault
         assert instance.statuses() == [2]
     finally:
         instance.close()

@@ -222,9 +222,11 @@ def test_the_backends_own_are_nodes_of_one_graph() -> None:
 
 def check_names(spec: RankSpec, mesh: Mesh) -> tuple[str, bool]:
     before = {axis: replace(found) for axis, found in mesh.traffic.axes.items()}
+    assert mesh.axis("ep").communicator == ""
     mesh.warm_up()
     assert mesh.traffic.axes == before, "no traffic of the model's"
-    name = mesh.communicator("fused")
+    assert mesh.axis("kvp").communicator == ""
+    name = mesh.axis("ep").communicator
     ranks = dist.get_process_group_ranks(_resolve_process_group(name))  # type: ignore[arg-type]
     assert ranks == list(mesh.layout.group_of(mesh.rank, "ep"))
     ep = mesh.axis("ep")

@@ -38,9 +38,9 @@ def traffic(spec: RankSpec, mesh: Mesh) -> tuple[dict[str, int], int, list[list[
     return sent, mesh.traffic.crossing_bytes(mesh.rank, node), ids.tolist()
 
 
-def measured(**split: object) -> list[tuple[dict[str, int], int, list[list[int]]]]:
+def measured(collectives: str = "pairwise", **split: object) -> list[tuple[dict[str, int], int, list[list[int]]]]:
     parallel = ParallelConfig(cp_size=RANKS, ep_size=RANKS, **split)  # type: ignore[arg-type]
-    return on_ranks(rank_specs(NOWHERE, parallel), traffic)
+    return on_ranks(rank_specs(NOWHERE, parallel), traffic, collectives=collectives)
 
 
 def away(ids: list[list[int]], ranks: range) -> int:
@@ -54,14 +54,20 @@ def returned(everyones: list[list[list[int]]], rank: int, but: range) -> int:
     return sum(away(ids, range(rank, rank + 1)) for other, ids in enumerate(everyones) if other not in but)
 
 
-def test_gather() -> None:
-    for sent, crossing, _ in measured(moe_dispatch="gather"):
+COLLECTIVES = pytest.mark.parametrize("collectives", ["pairwise", "native"])
+
+
+@COLLECTIVES
+def test_gather(collectives: str) -> None:
+    for sent, crossing, _ in measured(collectives, moe_dispatch="gather"):
         assert sent == {"ep": (RANKS - 1) * NUM_ROWS * (ROW + ROUTING + ROW)}
         assert crossing == 2 * NUM_ROWS * (ROW + ROUTING + ROW)
 
 
-def test_two_level_crosses_nodes_once_each_way_and_all_to_all_once_for_every_choice() -> None:
-    plain, levels = measured(moe_dispatch="all_to_all"), measured(moe_dispatch="two_level", node_size=2)
+@COLLECTIVES
+def test_two_level_crosses_nodes_once_each_way_and_all_to_all_once_for_every_choice(collectives: str) -> None:
+    plain = measured(collectives, moe_dispatch="all_to_all")
+    levels = measured(collectives, moe_dispatch="two_level", node_size=2)
     everyones = [ids for _, _, ids in plain]
     assert everyones == [ids for _, _, ids in levels]
     counts = (RANKS - 1) * ROUTED // RANKS * 4  # how many come for each expert
