@@ -170,4 +170,5 @@ class AxisGroup:
 
 
 def _join(parts: torch.Tensor, dim: int) -> torch.Tensor:
-    return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
+    dim %= parts.dim() - 1
+    return parts.movedim(0, dim).flatten(dim, dim + 1)

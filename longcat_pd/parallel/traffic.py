@@ -35,7 +35,7 @@ class Note:
 class Traffic:
     """All axes of one rank. Written by the thread that computes; readers may see a step half counted.
 
-    ``sent_to``: bytes by rank of the instance.
+    ``sent_to``: bytes by rank of the instance. What a device's own operators exchange inside (a fused dispatch) is unknown.
     """
 
     axes: dict[str, AxisTraffic] = field(default_factory=dict)

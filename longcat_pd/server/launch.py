@@ -23,7 +23,10 @@ from longcat_pd.clock import Clock
 KILL_LIMIT_S = 5.0  # a process ends that long after SIGKILL at the latest
 
 _STACKS = signal.SIGUSR1
-_RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}  # more threads than cores cost a hundredfold
+_RANK_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # more threads than cores cost a hundredfold
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # a rank imports the software of its device, the forkserver must not
+}
 
 
 class ForkedRanks:

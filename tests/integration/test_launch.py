@@ -46,7 +46,7 @@ async def test_children_get_one_thread_and_no_terminal_signals_and_the_driver_ke
     assert dict(os.environ) == before and signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
     for file in files:
         inherited = json.loads(file.read_text())
-        assert inherited["threads"] == "1" and inherited["has_torch"]
+        assert inherited["threads"] == "1" and inherited["has_torch"] and inherited["autoload"] == "0"
         assert {int(signal.SIGTERM), int(signal.SIGINT)} <= set(inherited["blocked"])
     await processes.stop(0.0)
 

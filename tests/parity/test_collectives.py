@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -199,6 +200,9 @@ def check_graph(spec: RankSpec, mesh: Mesh) -> list[str]:
     assert mesh.traffic.axes["kvp"] == once
     mesh.traffic.repeat(note)
     assert mesh.traffic.axes["kvp"].num_collectives == 2 * once.num_collectives
+    with FakeTensorMode() as fake, mesh.traffic.noted() as found_without_data:
+        step(fake.from_tensor(x))
+    assert found_without_data == note, "a step can be noted without executing it"
     (graph,) = graphs
     found = make_fx(step, tracing_mode="fake")(x)  # the operators themselves, without dynamo
     named = [str(node.target) for node in graph.graph.nodes if "c10d" in str(node.target)]

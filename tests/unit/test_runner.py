@@ -22,6 +22,7 @@ from longcat_pd.kv_transfer.sides import LaneCounts
 from longcat_pd.models.batch import ForwardInputs, Rows
 from longcat_pd.parallel.layout import ParallelLayout
 from longcat_pd.parallel.mesh import Mesh
+from longcat_pd.parallel.platform import platform_of
 from tests.slots import GREEDY, admit
 
 BLOCK = 4
@@ -136,7 +137,7 @@ class Bench:
             load_s=0.5,
         )
         parallel = ParallelConfig(dp_size=num_groups)
-        mesh = Mesh(ParallelLayout.of(parallel), group, {})
+        mesh = Mesh(ParallelLayout.of(parallel), group, {}, platform=platform_of("cpu"))
         self.lanes = lanes = FakeLanes(self.calls)
         self.runner = ModelRunner(
             rank_spec(num_groups, group),
