@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from longcat_pd import kernels, wire
 from longcat_pd.config.schema import RankSpec
@@ -18,14 +18,12 @@ from longcat_pd.decode_worker.rank import arrival_lanes
 from longcat_pd.engine.rank import run_rank
 from longcat_pd.engine.runner import ModelRunner
 from longcat_pd.kernels import Ops
-from longcat_pd.parallel.collectives import AxisGroup
 from longcat_pd.parallel.mesh import Mesh
 from longcat_pd.prefill_worker.rank import push_lanes
 from tests.compiled import Crowd, Life, Said, Work
 from tests.npu import device
 from tests.npu.kernels import groups
 
-COMMUNICATOR = "experts"  # what the device would call the group of the fused pair
 TABLE = kernels.load
 SETTINGS = kernels.NpuSettings(dtype=torch.float32, is_overlapped=False, is_prefetched=False, is_series_a3=True)
 
@@ -52,11 +50,11 @@ def use_npu_table() -> None:
 
 
 def join_experts(mesh: Mesh) -> None:
-    """The communicator of the fused pair is the group of ``ep``."""
-    if mesh.axis("ep").size > 1:
-        group = dist.new_group(list(mesh.layout.group_of(mesh.rank, "ep")), use_local_synchronization=True)
-        groups.register_group(COMMUNICATOR, groups.gloo_exchange(group))
-        AxisGroup.communicator = property(lambda axis: COMMUNICATOR)  # type: ignore[assignment, method-assign]
+    """CPU kernels find the group of the fused pair by the name of its communicator."""
+    mesh.warm_up()
+    name = mesh.axis("ep").communicator
+    if name:
+        groups.register_group(name, groups.gloo_exchange(_resolve_process_group(name)))  # type: ignore[arg-type]
 
 
 def live(spec: RankSpec, mesh: Mesh, work: Sequence[Work], crowd: Crowd, is_npu: bool) -> list[Said]:
