@@ -33,7 +33,7 @@ def compiled(spec: RankSpec, folder: Path) -> RankSpec:
 
 @dataclass
 class Said:
-    """What a sequence brought: tokens, their log-probs, the best ids and theirs, and how many tokens each window brought."""
+    """What a sequence brought: tokens, their log-probs, the best ids and theirs, and how many each window brought."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -135,7 +135,7 @@ def test_many_ranks(checkpoint, name: str) -> None:  # type: ignore[no-untyped-d
     layout = LAYOUTS[name]
     path = checkpoint(layout.variant, is_int8=layout.is_int8)
     asked = work(is_int8=layout.is_int8)
-    found = on_ranks(specs(path, layout.parallel, layout.num_drafts), live, asked, CROWD, True)
+    found = on_ranks(specs(path, layout.parallel, layout.num_drafts), live, asked, CROWD, True, collectives="native")
     check(found[0], alone(path, is_npu=False, is_int8=layout.is_int8), is_int8=layout.is_int8)
 
 
