@@ -35,6 +35,11 @@ class _Process:
 _process = _Process()
 
 
+def installed() -> Installed | None:
+    """What this process holds, None before ``install``."""
+    return _process.installed
+
+
 def install(release: str = "2.13.0") -> Installed:
     """Define the operators of a release once a process; RuntimeError when another release is in force already."""
     if _process.installed is not None:
