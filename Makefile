@@ -79,5 +79,11 @@ $(NPU)/stand-ins/complete: tests/npu/offline/stand_ins.py $(NPU)/site/complete
 test-npu: $(NPU)/stand-ins/complete
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH=$(NPU)/stand-ins PYTHONPATH=$(NPU)/site $(PYTEST) tests/npu/offline tests/npu/test_schema_lines.py
 
+# For who has a card. VENV: an environment with torch_npu, its torch, and the packages of pyproject.toml; nothing is installed here.
+.PHONY: test-hardware
+test-hardware:
+	@echo "Needs an Ascend card, CANN (its set_env.sh sourced) and torch_npu in $(VENV); some tests two cards. Otherwise each test is skipped and says what was not shown."
+	$(PYTEST) -rs -m npu tests/npu/test_hardware.py
+
 clean:
 	rm -rf .mypy_cache .ruff_cache .pytest_cache build dist

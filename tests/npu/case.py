@@ -91,7 +91,9 @@ def run(case: Case, arguments: Arguments, device: str = "cpu") -> Outcome:
 
 def compare(case: Case, found: Outcome, wanted: Outcome, arguments: Arguments) -> None:
     """AssertionError that names what differs."""
-    assert len(found.outputs) == len(wanted.outputs) == len(case.outputs), f"{case.operator} has {len(found.outputs)} results"
+    assert len(found.outputs) == len(wanted.outputs) == len(case.outputs), (
+        f"{case.operator} has {len(found.outputs)} results"
+    )
     for number, rule in enumerate(case.outputs):
         _checked(f"{case}: result {number}", rule, found.outputs[number], wanted.outputs[number], arguments)
     for argument, rule in case.mutated.items():

@@ -39,12 +39,13 @@ WANTED = [said(1, 2, 3, 4), said(5, 6, 7, 8)]
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda one: replace(one, logprobs=[-1.0, -1.2, -1.0, -1.0]), "token 1: the log-prob is 0.2 away"),
+        (lambda one: replace(one, logprobs=[-1.0, -1.5, -1.0, -1.0]), "token 1: the log-prob is 0.5 away"),
+        (lambda one: replace(one, logprobs=[-1.3] * 4), "0.15 away on average"),
         (lambda one: replace(one, logprobs=[-1.0, float("nan"), -1.0, -1.0]), "token 1"),
         (lambda one: said(1, 9, 3, 4, logprob=-3.0), "the log-prob is 2 away"),
         (lambda one: replace(one, ids=one.ids[:3]), "3 tokens"),
     ],
-    ids=["a log-prob", "NaN", "a token that was no near tie", "a token fewer"],
+    ids=["a log-prob", "all of them", "NaN", "a token that was no near tie", "a token fewer"],
 )
 def test_a_wrong_answer_is_noticed(change: Callable[[Said], Said], complaint: str) -> None:
     check_answers(WANTED, WANTED)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from longcat_pd import kernels
 from longcat_pd.config.schema import ParallelConfig
@@ -94,13 +95,10 @@ def test_weights_are_in_the_matrix_units_format(dtype: torch.dtype) -> None:
     assert torch.equal(cast.cpu(), weight)
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3])
 @pytest.mark.parametrize("is_int8", [False, True], ids=["bf16", "int8"])
-@pytest.mark.parametrize("variant", ["2.0", "lite-sparse", "lite", "chat"])
+@pytest.mark.parametrize(("variant", "num_drafts"), [("2.0", 0), ("2.0", 3), ("lite-sparse", 3), ("lite", 0), ("chat", 3)])
 def test_whole_steps(model: MakeModel, variant: str, is_int8: bool, num_drafts: int) -> None:
     needed(1, f"that layers of {variant}, prompts and decode steps, say on a card what the same table says on CPU")
-    if variant == "lite" and num_drafts:
-        pytest.skip("lite has no draft layer")
     path = model(variant, is_int8=is_int8)
     check_answers(on_card(path, num_drafts=num_drafts), on_cpu(path, num_drafts))
 
@@ -111,9 +109,9 @@ def test_experts_beside_attention(model: MakeModel) -> None:
     draw = torch.Generator().manual_seed(1)
     left, right = (torch.randn(1024, 1024, generator=draw).to(CARD) for _ in range(2))
     for _ in range(50):  # each round reads what both streams wrote in the one before
-        side, main = ops.overlap(lambda x=left: torch.tanh(x @ x / 32), lambda x=right: torch.tanh(x @ x / 16))
-        alone = torch.tanh(left @ left / 32), torch.tanh(right @ right / 16)
-        assert torch.equal(side, alone[0]) and torch.equal(main, alone[1])
+        side, main = ops.overlap(lambda x=left: squared(x), lambda x=right: -squared(x))
+        torch.testing.assert_close(side, squared(left), rtol=0.02, atol=0.02)  # fewer cores may add in another order
+        torch.testing.assert_close(main, -squared(right), rtol=0.02, atol=0.02)
         left, right = main, side
     path = model("2.0")
     check_answers(on_card(path, num_drafts=3, is_moe_overlapped=True, is_prefetched=True), on_card(path, num_drafts=3))
@@ -142,6 +140,11 @@ def test_two_cards(model: MakeModel, dispatch: str) -> None:
     path = model("2.0")
     found = in_processes(specs_on("npu", path, pair, 3), answers, False)[0]
     check_answers(found, on_card(path, num_drafts=3))
+
+
+def squared(x: Tensor) -> Tensor:
+    """As large as ``x``, round after round."""
+    return torch.tanh(x @ x / x.square().mean() / 32)
 
 
 def on_cpu(path: Path, num_drafts: int = 0) -> list[Said]:
