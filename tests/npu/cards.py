@@ -21,13 +21,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from longcat_pd import kernels
 from longcat_pd.config.schema import ParallelConfig, RankSpec
+from longcat_pd.kernels import Ops
 from longcat_pd.parallel.mesh import Mesh
 from longcat_pd.parallel.platform import platform_of
 from tests.compiled import Crowd, Said, Work, with_engine
 from tests.npu import device
 from tests.npu.cases import FusedCase, fused
-from tests.npu.ranks import live
+from tests.npu.ranks import TABLE, live
 from tests.parity.gloo import rank_specs
 from tests.slots import GREEDY
 
@@ -95,9 +97,22 @@ def work() -> list[Work]:
     return [Work([draw.randrange(32, 1000) for _ in range(length)], RULE, num_new=NUM_NEW) for length in LENGTHS]
 
 
-def answers(spec: RankSpec, mesh: Mesh, is_cpu_table: bool) -> list[Said]:
-    """A task: prompts and decode steps. ``is_cpu_table``: with the NPU's table over CPU kernels."""
-    return live(spec, mesh, work(), CROWD, is_cpu_table)
+def load_in_16_bits(device_kind: str, **options: object) -> Ops:
+    """In place of ``kernels.load``: a rank on cpu computes with the table as a card has it, over CPU kernels."""
+    assert device_kind == "cpu", device_kind
+    return TABLE("npu", npu=kernels.NpuSettings(is_overlapped=False, is_prefetched=False))
+
+
+def answers(spec: RankSpec, mesh: Mesh) -> list[Said]:
+    """A task: prompts and decode steps."""
+    return live(spec, mesh, work(), CROWD, False)
+
+
+def answers_of_cpu_kernels(spec: RankSpec, mesh: Mesh) -> list[Said]:
+    """The same in a process that keeps the NPU's table."""
+    device.install()
+    kernels.load = load_in_16_bits
+    return answers(spec, mesh)
 
 
 def check_answers(found: Sequence[Said], wanted: Sequence[Said]) -> None:

@@ -7,21 +7,32 @@ from dataclasses import replace
 
 import pytest
 
+from longcat_pd import kernels
 from longcat_pd.config.schema import ParallelConfig
 from longcat_pd.parallel.mesh import Mesh
 from tests.compiled import Said
-from tests.npu.cards import answers, check_answers, check_exchange, exchanged, expected_exchange, in_processes, specs_on
-from tests.npu.ranks import npu_table
+from tests.npu.cards import (
+    answers,
+    check_answers,
+    check_exchange,
+    exchanged,
+    expected_exchange,
+    in_processes,
+    load_in_16_bits,
+    specs_on,
+)
+from tests.npu.device import install
 from tests.npu.widths import WIDTHS
 from tests.parity.conftest import MakeCheckpoint
 
 
-def test_steps_in_16_bits(tiny: MakeCheckpoint) -> None:
+def test_steps_in_16_bits(tiny: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """The NPU's table over CPU kernels in place of a card, against the reference table, which rounds elsewhere."""
     (spec,) = specs_on("cpu", tiny("2.0", *WIDTHS["2.0"]))
-    with npu_table():
-        found = answers(spec, Mesh.single(), False)
-    check_answers(found, answers(spec, Mesh.single(), False))
+    wanted = answers(spec, Mesh.single())
+    install()
+    monkeypatch.setattr(kernels, "load", load_in_16_bits)
+    check_answers(answers(spec, Mesh.single()), wanted)
 
 
 def test_messages_between_processes(tiny: MakeCheckpoint) -> None:

@@ -23,6 +23,7 @@ from tests.compiled import Said, with_engine
 from tests.npu.cards import (
     SLOTS,
     answers,
+    answers_of_cpu_kernels,
     cards,
     check_answers,
     check_exchange,
@@ -138,7 +139,7 @@ def test_two_cards(model: MakeModel, dispatch: str) -> None:
     needed(2, f"that two cards which share keys and experts ({dispatch}) say what one card says")
     pair = ParallelConfig(kvp_size=2, attn_tp_size=2, ep_size=2, moe_dispatch=dispatch)  # type: ignore[arg-type]
     path = model("2.0")
-    found = in_processes(specs_on("npu", path, pair, 3), answers, False)[0]
+    found = in_processes(specs_on("npu", path, pair, 3), answers)[0]
     check_answers(found, on_card(path, num_drafts=3))
 
 
@@ -148,7 +149,7 @@ def squared(x: Tensor) -> Tensor:
 
 
 def on_cpu(path: Path, num_drafts: int = 0) -> list[Said]:
-    return in_processes(specs_on("cpu", path, num_drafts=num_drafts), answers, True)[0]
+    return in_processes(specs_on("cpu", path, num_drafts=num_drafts), answers_of_cpu_kernels)[0]
 
 
 def on_card(path: Path, *, num_drafts: int = 0, engine: dict[str, Any] | None = None, **npu: bool) -> list[Said]:
@@ -156,4 +157,4 @@ def on_card(path: Path, *, num_drafts: int = 0, engine: dict[str, Any] | None = 
     if npu:
         instance = spec.instance
         spec = replace(spec, instance=replace(instance, npu=replace(instance.npu, **npu)))
-    return in_processes([spec], answers, False)[0]
+    return in_processes([spec], answers)[0]
