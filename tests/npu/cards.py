@@ -35,10 +35,10 @@ from tests.slots import GREEDY
 
 R = TypeVar("R")
 BLOCK, SLOTS, NUM_BLOCKS, MAX_LEN = 128, 4, 24, 512
-LENGTHS, NUM_NEW = (1, 60, 128, 200), 8
+LENGTHS, NUM_NEW = (1, 20, 60, 90, 127, 128, 129, 160, 200, 240), 4
 CROWD = Crowd(at_once=3, joining=2)
 RULE = replace(GREEDY, num_logprobs=0)
-NEAR, NEAR_ON_AVERAGE = 0.4, 0.1  # log-probs; between bf16 and fp32 0.20 at most and 0.05 on average were seen on CPU
+NEAR, NEAR_ON_AVERAGE, SHARE = 0.3, 0.1, 0.5  # log-probs, and how many tokens have to agree
 
 
 @functools.cache
@@ -103,9 +103,9 @@ def load_in_16_bits(device_kind: str, **options: object) -> Ops:
     return TABLE("npu", npu=kernels.NpuSettings(is_overlapped=False, is_prefetched=False))
 
 
-def answers(spec: RankSpec, mesh: Mesh) -> list[Said]:
-    """A task: prompts and decode steps."""
-    return live(spec, mesh, work(), CROWD, False)
+def answers(spec: RankSpec, mesh: Mesh, at_most: int | None = None) -> list[Said]:
+    """A task: prompts and decode steps; the first ``at_most`` of them."""
+    return live(spec, mesh, work()[:at_most], CROWD, False)
 
 
 def answers_of_cpu_kernels(spec: RankSpec, mesh: Mesh) -> list[Said]:
@@ -116,22 +116,26 @@ def answers_of_cpu_kernels(spec: RankSpec, mesh: Mesh) -> list[Said]:
 
 
 def check_answers(found: Sequence[Said], wanted: Sequence[Said]) -> None:
-    """Log-probs agree up to the first token that differs, which was a near tie, and most tokens agree."""
-    num_agreed, aways = 0, []
-    assert len(found) == len(wanted)
+    """Most tokens are the same, and their log-probs agree.
+
+    An answer is followed to its first token that is another one or whose log-prob is far away: where another expert or key
+    is chosen because of the last bit, a 16-bit computation goes another way, and everything behind it is different.
+    """
+    aways = []
+    assert len(found) == len(wanted), f"there is {len(found)} answer of {len(wanted)}"
     for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
-        assert len(one.ids) == len(other.ids) == len(other.logprobs), f"answer {number}: {len(one.ids)} tokens"
-        pairs = list(zip(one.ids, other.ids, strict=True))
-        agreed = next((place for place, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        for place in range(min(agreed + 1, len(pairs))):
+        assert len(one.ids) == len(other.ids) == len(one.logprobs) == len(other.logprobs), (
+            f"answer {number} has {len(one.ids)} tokens"
+        )
+        for place, token in enumerate(other.ids):
             away = abs(one.logprobs[place] - other.logprobs[place])
+            if one.ids[place] != token or not away <= NEAR:
+                break
             aways.append(away)
-            assert away <= NEAR, f"answer {number}, token {place}: the log-prob is {away:.3g} away"
-        num_agreed += agreed
+    total = sum(len(other.ids) for other in wanted)
+    assert len(aways) >= SHARE * total, f"{len(aways)} of {total} tokens agree"
     average = sum(aways) / len(aways)
     assert average <= NEAR_ON_AVERAGE, f"log-probs are {average:.3g} away on average"
-    total = sum(len(other.ids) for other in wanted)
-    assert 2 * num_agreed >= total, f"{num_agreed} of {total} tokens agree"
 
 
 def exchanged(spec: RankSpec, mesh: Mesh) -> dict[str, Tensor]:
