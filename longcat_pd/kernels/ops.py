@@ -145,9 +145,12 @@ class PrologScales(NamedTuple):
 
 
 class PrepareProlog(Protocol):
-    """The weights as MlaProlog and MlaStore of the same table want them, once, when they are loaded. May be themselves."""
+    """The weights as MlaProlog and MlaStore of the same table want them, once, when they are loaded. May be themselves.
 
-    def __call__(self, weights: PrologWeights) -> tuple[Tensor, ...]: ...
+    ``scales``: those that all calls with these weights will have.
+    """
+
+    def __call__(self, weights: PrologWeights, scales: PrologScales) -> tuple[Tensor, ...]: ...
 
 
 class MlaProlog(Protocol):

@@ -60,7 +60,7 @@ class Front(nn.Module):
     def prepare(self) -> None:
         """See Preparable. What was loaded goes if something else takes its place."""
         loaded = self._loaded()
-        made = self._ops.prepare_prolog(loaded)
+        made = self._ops.prepare_prolog(loaded, self._scales)
         if made is loaded:
             return
         self.prepared.extend(nn.Parameter(tensor, requires_grad=False) for tensor in made)

@@ -6,6 +6,9 @@ operators chooses once, by ``has``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from longcat_pd.errors import ConfigError
@@ -34,6 +37,19 @@ def has(name: str) -> bool:
     """Whether ``torch.ops`` has the operator: of the namespace npu, or of another one as ``namespace::name``."""
     namespace, _, operator = name.rpartition("::")
     return hasattr(getattr(torch.ops, namespace or "npu"), operator)
+
+
+def found(name: str) -> Callable[..., Any] | None:
+    """The operator itself, or None."""
+    namespace, _, operator = name.rpartition("::")
+    packet: Callable[..., Any] | None = getattr(getattr(torch.ops, namespace or "npu"), operator) if has(name) else None
+    return packet
+
+
+def converts(name: str) -> bool:
+    """Whether torchair knows what becomes of it in a graph; nobody does before torchair is imported."""
+    packet: Any = found(name)
+    return packet is not None and hasattr(packet.default, "_ge_converter")
 
 
 def require(*names: str, purpose: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from longcat_pd.kernels.ops import PrologWeights, WeightKind
+from longcat_pd.kernels.ops import PrologScales, PrologWeights, WeightKind
 
 ROW_TILE = 16
 KEY_TILE = 256
@@ -31,7 +31,7 @@ def prepare(weight: Tensor, kind: WeightKind) -> Tensor:
     return weight
 
 
-def prepare_prolog(weights: PrologWeights) -> tuple[Tensor, ...]:
+def prepare_prolog(weights: PrologWeights, scales: PrologScales) -> tuple[Tensor, ...]:
     """See ``ops.PrepareProlog``."""
     return weights
 
