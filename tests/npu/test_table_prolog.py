@@ -1,6 +1,5 @@
 """The front of an attention by the NPU's table, fused and composed, against the reference's."""
 
-
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from tests.npu.paged import noise
 device.install()
 OPS, REFERENCE = load("npu", npu=NpuSettings(dtype=torch.float32)), reference_table()
 HEADS, HIDDEN, RANK, BLOCKS, BLOCK = 2, 1024, 1536, 5, 16
-SCALES = PrologScales(eps=1e-5, kv=2.0**0.5)
+SCALES = PrologScales(eps=1e-2, kv=2.0**0.5)
 FREQUENCIES = 1e4 ** -(torch.arange(0, 64, 2, dtype=torch.float64) / 64)
 SLOTS = torch.tensor([33, 47, 16, 7, 3])  # the last two are padding's
 CLOSE = {torch.float32: {"rtol": 1e-4, "atol": 1e-4}, torch.bfloat16: {"rtol": 3e-2, "atol": 6e-2}}
