@@ -12,7 +12,10 @@ from longcat_pd.kv_cache.spec import CacheSpec
 
 
 class KVCache(nn.Module):
-    """One tensor ``[num_blocks, block_size, width]`` for each entry of the rank's layers: the buffers of a module.
+    """One tensor ``[num_blocks, block_size, 1, width]`` for each entry of the rank's layers: the buffers of a module.
+
+    The third dimension is the one head that a latent attention has. Operators that write want to see it: a compiler of
+    graphs that finds a view between a buffer and who writes it may copy the whole buffer.
 
     Filled with zeros: attention reads whole blocks and masks what is not valid, and no mask survives a NaN.
     """
@@ -24,7 +27,7 @@ class KVCache(nn.Module):
         self.block_size = block_size
         self._names = {entry.name: entry.name.replace(".", "_") for entry in spec.entries}
         for entry in spec.entries:
-            blocks = torch.zeros((num_blocks, block_size, entry.width), dtype=entry.dtype, device=device)
+            blocks = torch.zeros((num_blocks, block_size, 1, entry.width), dtype=entry.dtype, device=device)
             self.register_buffer(self._names[entry.name], blocks, persistent=False)
 
     @classmethod
@@ -54,4 +57,8 @@ class KVCache(nn.Module):
 
     def tensor(self, name: str) -> torch.Tensor:
         """The blocks of one entry: ``[num_blocks, block_size, width]``."""
+        return self.pages(name).squeeze(2)
+
+    def pages(self, name: str) -> torch.Tensor:
+        """The same, ``[num_blocks, block_size, 1, width]``, as it is kept."""
         return self.get_buffer(self._names[name])

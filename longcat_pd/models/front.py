@@ -77,7 +77,7 @@ class Front(nn.Module):
 
     def _entries(self) -> tuple[Tensor, Tensor]:
         """Latents and rope parts of this attention in the cache."""
-        return self._cache.tensor(f"latent.{self._attention}"), self._cache.tensor(f"rope.{self._attention}")
+        return self._cache.pages(f"latent.{self._attention}"), self._cache.pages(f"rope.{self._attention}")
 
 
 class HeadMaps(nn.Module):

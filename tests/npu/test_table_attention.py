@@ -1,6 +1,8 @@
 """Attention of the NPU's table against the reference's, on CPU kernels of the operators."""
 
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,36 +157,41 @@ def test_no_rows() -> None:
     assert OPS.merge_partials(torch.zeros(2, 0, HEADS, 512), torch.zeros(2, 0, HEADS)).shape == (0, HEADS, 512)
 
 
-def test_a_graph_keeps_lengths_on_the_device() -> None:
+def test_a_graph_keeps_lengths_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """By torchair's twin, which takes tensors; here its stand-in notes what it was given."""
     given: list[tuple[Tensor, Tensor]] = []
 
-    def twin(actual_seq_qlen: Tensor, actual_seq_kvlen: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        given.append((actual_seq_qlen, actual_seq_kvlen))
-        query, key, value = (options.pop(name) for name in ("query", "key", "value"))
-        lengths = {"actual_seq_qlen": actual_seq_qlen.tolist(), "actual_seq_kvlen": actual_seq_kvlen.tolist()}
-        return torch.ops.npu.npu_fused_infer_attention_score_v2(query, key, value, **lengths, **options)
+    @torch.compiler.disable
+    def operator(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        given.append((options.pop("actual_seq_qlen"), options.pop("actual_seq_kvlen")))
+        lists = dict(zip(("actual_seq_qlen", "actual_seq_kvlen"), (x.tolist() for x in given[-1]), strict=True))
+        found: tuple[Tensor, Tensor] = torch.ops.npu.npu_fused_infer_attention_score_v2(
+            query, key, value, **lists, **options
+        )
+        return found
 
-    def shapes(query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(query), query.new_empty((*query.shape[:2], 1), dtype=torch.float32)
-
-    library = torch.library.Library("air", "FRAGMENT")
-    schema = str(torch.ops.npu.npu_fused_infer_attention_score_v2.default._schema).removeprefix("npu::")
-    library.define(schema.replace("SymInt[]?", "Tensor?"))
-    operator = torch.ops.air.npu_fused_infer_attention_score_v2.default
-    library.impl(operator.name(), device.by_keyword(operator._schema, twin), "CPU")
-    library.impl(operator.name(), shapes, "Meta")
+    compiler = SimpleNamespace(ops=SimpleNamespace(npu_fused_infer_attention_score_v2=operator))
+    monkeypatch.setitem(sys.modules, "torchair", compiler)
+    ops = load("npu", exe_mode="ge_graph", npu=NpuSettings(dtype=torch.float32))
     at = paged([70, 16, 5, 33], 2)
     q, where = case(at, torch.float32)
-    ops = load("npu", exe_mode="ge_graph", npu=NpuSettings(dtype=torch.float32))
-    torch._dynamo.reset()
-    compiled = torch.compile(ops.paged_attention, backend="eager", fullgraph=True)
-    got = compiled(q, at.positions, block_starts=at.starts, scale=SCALE, **where)
     eager = ops.paged_attention(q, at.positions, block_starts=at.starts, scale=SCALE, **where)
+    assert not given, "outside of a graph the operator takes lists"
+    torch._dynamo.reset()
+    got = torch.compile(ops.paged_attention, backend="eager")(q, at.positions, block_starts=at.starts, scale=SCALE, **where)
     torch.testing.assert_close(got, eager)
-    assert len(given) == 1, "once in the graph; outside of it the operator takes lists"
     assert given[0][0].tolist() == list(range(1, 11))
-    library._destroy()
+    torch._dynamo.reset()
+    captured = torch.compile(OPS.paged_attention, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="captured stream"):
+        captured(q, at.positions, block_starts=at.starts, scale=SCALE, **where)
+    torch._dynamo.reset()
+
+
+def test_graphs_of_ge_want_their_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchair", None)
+    with pytest.raises(ConfigError, match="torchair"):
+        load("npu", exe_mode="ge_graph", npu=NpuSettings(dtype=torch.float32))
 
 
 @pytest.mark.parametrize(("heads", "block_size"), [(12, 128), (256, 128), (64, 8), (64, 2048), (64, 100)])

@@ -38,7 +38,7 @@ def run(
     positions = torch.tensor([40, 100_000, 7, 0, 1])
     prepared = ops.prepare_prolog(loaded, scales)
     rotation = ops.rotation(positions, ops.prepare_rotation(FREQUENCIES, magnitude=1.1, dtype=dtype))
-    cache = torch.zeros(BLOCKS, BLOCK, 512, dtype=dtype), torch.zeros(BLOCKS, BLOCK, 64, dtype=dtype)
+    cache = torch.zeros(BLOCKS, BLOCK, 1, 512, dtype=dtype), torch.zeros(BLOCKS, BLOCK, 1, 64, dtype=dtype)
     x = noise(5, loaded.down.shape[0], seed=6, dtype=dtype)
     given = {"weights": prepared, "slots": SLOTS, "cache": cache, "scales": scales}
     if store:
@@ -110,7 +110,7 @@ def test_other_widths_are_refused_at_start(number: int) -> None:
 
 def test_no_rows(form: str) -> None:
     prepared = OPS.prepare_prolog(weights_of(torch.float32), SCALES)
-    cache = torch.zeros(BLOCKS, BLOCK, 512), torch.zeros(BLOCKS, BLOCK, 64)
+    cache = torch.zeros(BLOCKS, BLOCK, 1, 512), torch.zeros(BLOCKS, BLOCK, 1, 64)
     given = {"weights": prepared, "slots": SLOTS[:0], "cache": cache, "scales": SCALES}
     rotation = torch.zeros(4, 0, 64)
     q, q_lora = OPS.mla_prolog(torch.zeros(0, HIDDEN), rotation, **given)

@@ -77,7 +77,7 @@ def _with_attention(made: Ops, *, exe_mode: str) -> Ops:
         mla_store=prolog.mla_store,
         select_positions=indexer.select_positions,
         index_candidates=indexer.index_candidates_with(found("custom::npu_lightning_indexer")),
-        paged_attention=attention.paged_attention_with(exe_mode),
+        paged_attention=attention.paged_attention_with(attention.twin() if exe_mode == "ge_graph" else None),
         sparse_attention=attention.sparse_attention if sparse is None else attention.sparse_attention_of(sparse),
         merge_partials=attention.merge_partials_with(updates=merges),
         tile_elements=_MOST_ELEMENTS,

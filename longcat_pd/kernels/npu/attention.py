@@ -6,11 +6,14 @@ they get one key that exists, and what comes back is replaced. Knows no sequence
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from longcat_pd.errors import ConfigError
 from longcat_pd.kernels.npu.limits import check_block_size, check_heads
 from longcat_pd.kernels.npu.prolog import LATENT, ROPE
 from longcat_pd.kernels.npu.tables import pieces, rows_of, visible, visible_slots
@@ -18,21 +21,35 @@ from longcat_pd.kernels.ops import MergePartials, PagedAttention, SparseAttentio
 
 OPERATORS = ("npu_fused_infer_attention_score_v2",)  # sparse attention's own are asked for where a model has an indexer
 MOST_REQUESTS = 4096
+Fused = Callable[..., tuple[Tensor, Tensor]]
 _MOST_SLOTS = 1 << 24  # fp32 has every whole number below
 _MOST_PARTS, _MOST_WIDTH, _WIDTH_STEP = 16, 512, 8
 _LEAST = -1e9  # a log-sum-exp whose part weighs nothing beside any other, and is a number beside itself
 
 
-def paged_attention_with(exe_mode: str) -> PagedAttention:
+def twin() -> Fused:
+    """The fused operator with lengths that are tensors, which graphs of GE want.
+
+    Raises:
+        ConfigError: the graph compiler is not there.
+    """
+    try:
+        compiler = importlib.import_module("torchair")
+    except ImportError as error:
+        raise ConfigError(f"exe_mode=ge_graph: torchair is not there: {error}", param="engine.exe_mode") from error
+    found: Fused = compiler.ops.npu_fused_infer_attention_score_v2
+    return found
+
+
+def paged_attention_with(in_graphs: Fused | None) -> PagedAttention:
     """See ``ops.PagedAttention``.
 
     Each row is a request of its own: its keys are a prefix of what the table lists, whoever holds the rest, and its length
     says all. Rows of one sequence read its keys again, each for itself; that they could share them cannot be seen here
     without a look at their positions.
 
-    In a graph of ``ge_graph`` lengths stay tensors, by the twin operator that importing torchair defines. Outside of one
-    the operator takes lists, and each call waits for the device once. ``npugraph_ex`` has no form: a captured stream
-    cannot wait.
+    The operator takes lists, and each call waits for the device once. ``in_graphs``: what a graph calls instead, see
+    ``twin``. Without it there is no dense attention in graphs: a captured stream cannot wait.
     """
 
     def paged_attention(
@@ -50,11 +67,10 @@ def paged_attention_with(exe_mode: str) -> PagedAttention:
         keys = (latent.contiguous(), rope.contiguous())
         outs, lses = [], []
         for piece in pieces(batch * rows_each, block_tables.shape[1], at_most=MOST_REQUESTS):
-            tables = rows_of(block_tables, piece, rows_each).int()
-            starts = rows_of(block_starts, piece, rows_each)
+            tables, starts = (rows_of(table, piece, rows_each) for table in (block_tables.int(), block_starts))
             lengths = visible(starts, positions.flatten()[piece.start : piece.stop] + 1, latent.shape[1])
             rows = q.flatten(0, 1)[piece.start : piece.stop]
-            out, lse = _fused(rows, keys, tables, lengths.clamp_min(1), scale, exe_mode=exe_mode)
+            out, lse = _fused(rows, keys, tables, lengths.clamp_min(1), scale, in_graphs=in_graphs)
             found = _found(out, lse.squeeze(-1), lengths > 0)
             outs.append(found[0])
             lses.append(found[1])
@@ -75,7 +91,8 @@ def sparse_attention(
     _check_caches(latent, rope, heads)
     if not q.shape[0] * q.shape[1]:
         return _joined([], [], q)
-    slots = _first(visible_slots(keys.flatten(0, 1), block_tables, keys.shape[1], latent.shape[1]))
+    slots = visible_slots(keys.flatten(1), block_tables, latent.shape[1]).view(keys.shape)
+    slots = _first(torch.where(keys >= 0, slots, -1).flatten(0, 1))
     num_rows, num_slots = slots.shape[0], latent.shape[0] * latent.shape[1]
     assert num_slots <= _MOST_SLOTS, f"sparse attention: a cache of {num_slots} slots, at most {_MOST_SLOTS}"
     nope, turned = _parts(q.flatten(0, 1))
@@ -117,7 +134,7 @@ def sparse_attention_of(operator: Any) -> SparseAttention:
         outs, lses = [], []
         for piece in pieces(q.shape[0] * rows_each, block_tables.shape[1], at_most=MOST_REQUESTS):
             rows, picked = q.flatten(0, 1)[piece.start : piece.stop], _first(keys.flatten(0, 1)[piece.start : piece.stop])
-            tables, pages = rows_of(block_tables, piece, rows_each).int(), latent.contiguous().unsqueeze(2)
+            tables, pages = rows_of(block_tables.int(), piece, rows_each), latent.contiguous().unsqueeze(2)
             nope, turned = _parts(rows)
             out, highest, total = operator(
                 nope,
@@ -166,7 +183,7 @@ def merge_partials_with(*, updates: bool) -> MergePartials:
 
 
 def _fused(
-    q: Tensor, keys: tuple[Tensor, Tensor], tables: Tensor, lengths: Tensor, scale: float, *, exe_mode: str
+    q: Tensor, keys: tuple[Tensor, Tensor], tables: Tensor, lengths: Tensor, scale: float, *, in_graphs: Fused | None
 ) -> tuple[Tensor, Tensor]:
     """[T, H, 512] and [T, H, 1]; query lengths are running sums, those of keys are not."""
     nope, turned = _parts(q)
@@ -184,11 +201,10 @@ def _fused(
         "return_softmax_lse": True,
     }
     if torch.compiler.is_compiling():
-        assert exe_mode == "ge_graph", f"exe_mode={exe_mode}: dense attention takes its lengths from the host"
+        if in_graphs is None:
+            raise ConfigError("dense attention in a captured stream: its lengths are lists", param="engine.exe_mode")
         ends = torch.arange(1, len(q) + 1, device=q.device)
-        out, lse = torch.ops.air.npu_fused_infer_attention_score_v2(
-            nope, pages, pages, actual_seq_qlen=ends, actual_seq_kvlen=lengths, **settings
-        )
+        out, lse = in_graphs(nope, pages, pages, actual_seq_qlen=ends, actual_seq_kvlen=lengths, **settings)
     else:
         out, lse = torch.ops.npu.npu_fused_infer_attention_score_v2(
             nope,

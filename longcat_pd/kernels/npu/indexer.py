@@ -66,13 +66,13 @@ def index_candidates_with(values_of: Any | None) -> IndexCandidates:
         found = [high.new_empty((0, budget))]
         for piece in pieces(batch * rows_each, block_tables.shape[1], at_most=at_most):
             q, by, ends = (x.flatten(0, 1)[piece.start : piece.stop] for x in (index_q, weights, high.unsqueeze(-1)))
-            ends, tables = ends.squeeze(-1), rows_of(block_tables, piece, rows_each)
-            starts = rows_of(block_starts, piece, rows_each)
+            tables, starts = (rows_of(table, piece, rows_each) for table in (block_tables, block_starts))
+            ends = ends.squeeze(-1)
             lengths = visible(starts, ends, cache.shape[1]).clamp_min(1)
             keys, values = _best_keys(values_of, q, by, cache=cache, tables=tables, lengths=lengths, count=count)
             positions = _positions(keys, starts, cache.shape[1])
             if values_of is None:
-                values = _scores(q, by, cache, visible_slots(keys, tables, 1, cache.shape[1]))
+                values = _scores(q, by, cache, visible_slots(keys, tables, cache.shape[1]))
             best = select_positions(values.float(), positions, low=low, high=ends, budget=budget)
             scores.append(best[0])
             found.append(best[1])
@@ -103,8 +103,8 @@ def _best_keys(
 
 
 def _scores(q: Tensor, weights: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
-    """[T, K] fp32 of the keys in ``slots`` [T, K]; those of -1 mean nothing."""
-    keys = cache.reshape(-1, cache.shape[-1])[slots.clamp_min(0)].float()
+    """[T, K] fp32 of the keys in ``slots`` [T, K]."""
+    keys = cache.reshape(-1, cache.shape[-1])[slots].float()
     dots = torch.bmm(q.float(), keys.transpose(1, 2)).relu()
     return torch.bmm(weights.unsqueeze(1), dots).squeeze(1)
 

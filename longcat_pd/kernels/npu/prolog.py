@@ -181,10 +181,11 @@ def _write(
 
 
 def _paged(cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """[N, block_size, width] as [N, block_size, 1, width]."""
+    """As they are: in a graph a view of them would cost a copy of the whole cache at every call."""
     latents, turned = cache
     check_block_size("caches of latents", latents.shape[1])
-    return latents.unsqueeze(2), turned.unsqueeze(2)
+    assert latents.dim() == turned.dim() == 4, f"caches of {latents.dim()} dimensions, blocks and one head want 4"
+    return latents, turned
 
 
 def _nz(matrix: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ def rows_of(table: Tensor, rows: range, rows_each: int) -> Tensor:
     """[B, M] -> [rows, M]: the line of each row's sequence."""
     if rows_each == 1:
         return table[rows.start : rows.stop]
-    if len(table) == 1:
-        return table.expand(len(rows), -1).contiguous()
+    if len(table) == 1 or len(rows) == len(table) * rows_each:
+        return table.unsqueeze(1).expand(-1, len(rows) // len(table), -1).flatten(0, 1)
     return table[torch.arange(rows.start, rows.stop, device=table.device) // rows_each]
 
 
@@ -31,9 +31,7 @@ def visible(starts: Tensor, ends: Tensor, block_size: int) -> Tensor:
     return (ends.unsqueeze(-1) - starts).clamp(0, block_size).sum(-1)
 
 
-def visible_slots(keys: Tensor, block_tables: Tensor, rows_each: int, block_size: int) -> Tensor:
-    """Slots (block * block_size + offset) of the visible keys ``keys`` [T, K]; -1 for -1."""
-    lines = keys.clamp_min(0).view(len(block_tables), -1)
-    blocks = block_tables.gather(1, (lines // block_size).long())
-    slots = (blocks * block_size + lines % block_size).view(keys.shape)
-    return torch.where(keys >= 0, slots, -1)
+def visible_slots(keys: Tensor, block_tables: Tensor, block_size: int) -> Tensor:
+    """Slots (block * block_size + offset) of the visible keys ``keys`` [B, n]; of -1 that of key 0."""
+    keys = keys.clamp_min(0)
+    return block_tables.gather(1, keys // block_size) * block_size + keys % block_size
