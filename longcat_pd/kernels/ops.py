@@ -157,11 +157,11 @@ class MlaProlog(Protocol):
     """All of a latent attention that comes before its keys are looked at.
 
     ``x`` [T, hidden] goes down to query latents, latents and rope parts of keys. Latents, normed and times ``scales.kv``,
-    and rope parts, turned, go to ``slots`` (see Store) of ``cache`` = (latents, rope parts), each [N, block_size, 1, width].
+    and rope parts, turned, go to ``slots`` (see Store) of ``cache`` = (latents, rope parts), [N, block_size, 1, width].
     Query latents are normed and go up to heads, whose nope parts are absorbed by ``key_up`` and whose rope parts are
     turned. ``rotation``: see Rope, pairs interleaved (in the cache and in the queries a table may keep them in another
-    order, the same in both); norms as RmsNorm; ``weights``: what PrepareProlog made. -> queries of the latents [T, H, C + R],
-    and the normed query latents [T, q_rank].
+    order, the same in both); norms as RmsNorm; ``weights``: what PrepareProlog made. -> queries of the latents
+    [T, H, C + R], and the normed query latents [T, q_rank].
     """
 
     def __call__(

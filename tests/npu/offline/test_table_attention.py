@@ -242,4 +242,4 @@ def test_two_writes_to_a_cache_in_one_graph_copy_it() -> None:
 
         return run, given
 
-    print(launches(graph(twice)))
+    assert launches(graph(twice))["TensorMove"] == 4
