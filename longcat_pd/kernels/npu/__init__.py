@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from longcat_pd.kernels.npu import attention, experts, fused, indexer, int8, ngram, norms, prolog, rotation, weights
-from longcat_pd.kernels.npu.operators import converts, found, has, require
+from longcat_pd.kernels.npu import experts, fused, int8, ngram, norms, weights
+from longcat_pd.kernels.npu.latent import with_attention
+from longcat_pd.kernels.npu.operators import has, require
 from longcat_pd.kernels.npu.settings import NpuSettings
 from longcat_pd.kernels.ops import Ops
 from longcat_pd.kernels.reference import table as reference
 
 __all__ = ["NpuSettings", "table"]
-
-_MOST_ELEMENTS = 1 << 62  # calls are cut inside of operators: those of this table make less than tiles are told
 
 
 def table(settings: NpuSettings, *, exe_mode: str) -> Ops:
@@ -26,7 +25,7 @@ def table(settings: NpuSettings, *, exe_mode: str) -> Ops:
         ConfigError: operators are missing that have no stand-in.
     """
     made = _with_rows(reference())
-    made = _with_attention(made, exe_mode=exe_mode)
+    made = with_attention(made, exe_mode=exe_mode)
     return _with_experts(made, settings)
 
 
@@ -59,26 +58,4 @@ def _with_experts(made: Ops, settings: NpuSettings) -> Ops:
         expert_rows=experts.rows_in(settings.dtype),
         moe_dispatch=dispatch,
         moe_combine=combine,
-    )
-
-
-def _with_attention(made: Ops, *, exe_mode: str) -> Ops:
-    """The front of an attention, its keys, and the attention itself. Patched operators take the place of compositions."""
-    require(*attention.OPERATORS, *prolog.OPERATORS, *rotation.OPERATORS, purpose="latent attention")
-    sparse = found("custom::npu_sparse_flash_attention")
-    merges = has("npu_attention_update") and (exe_mode != "ge_graph" or converts("npu_attention_update"))
-    return replace(
-        made,
-        prepare_rotation=rotation.prepare_rotation,
-        rotation=rotation.rotation,
-        rope=rotation.rope,
-        prepare_prolog=prolog.prepare_prolog,
-        mla_prolog=prolog.mla_prolog,
-        mla_store=prolog.mla_store,
-        select_positions=indexer.select_positions,
-        index_candidates=indexer.index_candidates_with(found("custom::npu_lightning_indexer")),
-        paged_attention=attention.paged_attention_with(attention.twin() if exe_mode == "ge_graph" else None),
-        sparse_attention=attention.sparse_attention if sparse is None else attention.sparse_attention_of(sparse),
-        merge_partials=attention.merge_partials_with(updates=merges),
-        tile_elements=_MOST_ELEMENTS,
     )
