@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from longcat_pd.kernels.npu import experts, fused, int8, ngram, norms, weights
+from longcat_pd.kernels.npu import int8, ngram, norms, weights
 from longcat_pd.kernels.npu.latent import with_attention
+from longcat_pd.kernels.npu.mixture import with_experts
 from longcat_pd.kernels.npu.operators import has, require
 from longcat_pd.kernels.npu.settings import NpuSettings
 from longcat_pd.kernels.ops import Ops
@@ -26,7 +27,7 @@ def table(settings: NpuSettings, *, exe_mode: str) -> Ops:
     """
     made = _with_rows(reference())
     made = with_attention(made, exe_mode=exe_mode)
-    return _with_experts(made, settings)
+    return with_experts(made, settings)
 
 
 def _with_rows(made: Ops) -> Ops:
@@ -43,19 +44,4 @@ def _with_rows(made: Ops) -> Ops:
         head_linear=weights.head_linear,
         store=weights.store,
         ngram_ids=ngram.ngram_ids_in_one if has(ngram.OPERATOR) else ngram.ngram_ids,
-    )
-
-
-def _with_experts(made: Ops, settings: NpuSettings) -> Ops:
-    """Experts, and weights as these operators want them."""
-    require(*experts.OPERATORS, purpose="a mixture of experts")
-    dispatch, combine = fused.fused_pair(settings) if all(map(has, fused.OPERATORS)) else (None, None)
-    return replace(
-        made,
-        prepare=weights.preparing(settings.dtype),
-        route_topk=experts.route_topk,
-        grouped_experts=experts.experts_in(settings.dtype),
-        expert_rows=experts.rows_in(settings.dtype),
-        moe_dispatch=dispatch,
-        moe_combine=combine,
     )
