@@ -6,12 +6,15 @@ from collections.abc import Collection
 
 from longcat_pd.kernels.npu import NpuSettings
 from longcat_pd.kernels.npu import table as npu_table
+from longcat_pd.kernels.npu.sizes import IndexerSizes, ModelSizes
+from longcat_pd.kernels.npu.sizes import check_sizes as check_npu_sizes
 from longcat_pd.kernels.opaque import sealed
 from longcat_pd.kernels.ops import Ops
 from longcat_pd.kernels.reference import steady_table, table
+from longcat_pd.kernels.refusal import Unsupported
 from longcat_pd.kernels.unfused import unfused as with_twins
 
-__all__ = ["NpuSettings", "Ops", "load"]
+__all__ = ["IndexerSizes", "ModelSizes", "NpuSettings", "Ops", "Unsupported", "check_sizes", "load"]
 
 
 def load(
@@ -35,3 +38,9 @@ def load(
         return with_twins(npu_table(npu or NpuSettings(), exe_mode=exe_mode), unfused, is_steady=False)
     plain = with_twins(steady_table() if is_steady else table(), unfused, is_steady=is_steady)
     return plain if exe_mode == "eager" else sealed(plain, is_steady=is_steady, unfused=unfused)
+
+
+def check_sizes(device: str, sizes: ModelSizes, *, npu: NpuSettings) -> None:
+    """Raises Unsupported: operators of the device do not take a model of these sizes. Plain torch takes any."""
+    if device == "npu":
+        check_npu_sizes(sizes, npu)

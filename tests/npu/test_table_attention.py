@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from longcat_pd.errors import ConfigError
 from longcat_pd.kernels import NpuSettings, load
 from longcat_pd.kernels.npu import attention, tables
 from longcat_pd.kernels.npu.limits import check_attention
 from longcat_pd.kernels.reference import table as reference_table
+from longcat_pd.kernels.refusal import Unsupported
 from tests.npu import device
 from tests.npu.kernels.attention import npu_sparse_flash_attention
 from tests.npu.paged import BLOCK, Paged, noise, paged
@@ -190,13 +190,13 @@ def test_a_graph_keeps_lengths_on_the_device(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_graphs_of_ge_want_their_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchair", None)
-    with pytest.raises(ConfigError, match="torchair"):
+    with pytest.raises(Unsupported, match="torchair"):
         load("npu", exe_mode="ge_graph", npu=NpuSettings(dtype=torch.float32))
 
 
 @pytest.mark.parametrize(("heads", "block_size"), [(12, 128), (256, 128), (64, 8), (64, 2048), (64, 100)])
 def test_limits_are_told_at_start(heads: int, block_size: int) -> None:
-    with pytest.raises(ConfigError, match=str(heads) if block_size == 128 else str(block_size)):
+    with pytest.raises(Unsupported, match=str(heads) if block_size == 128 else str(block_size)):
         check_attention(heads=heads, block_size=block_size)
     check_attention(heads=64, block_size=128)
 

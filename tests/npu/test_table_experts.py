@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from longcat_pd.errors import ConfigError
 from longcat_pd.kernels.npu.experts import check_experts
+from longcat_pd.kernels.refusal import Unsupported
 from tests.npu.expert_rig import EXPERTS, HIDDEN, REFERENCE, TOPK, Experts, close, drawn_ids, npu_ops, randn
 
 TYPES = [torch.float32, torch.bfloat16]
@@ -98,11 +98,11 @@ def test_sums_over_experts_are_not_rounded_to_the_models_type() -> None:
 def test_sizes_beyond_the_limits_are_refused() -> None:
     check_experts(num_choices=896, topk=12, inner_width=2048, is_int8=True)
     check_experts(num_choices=896, topk=12, inner_width=100, is_int8=False)
-    with pytest.raises(ConfigError, match=r"12 of 2049.*2048"):
+    with pytest.raises(Unsupported, match=r"12 of 2049.*2048"):
         check_experts(num_choices=2049, topk=12, inner_width=2048, is_int8=False)
-    with pytest.raises(ConfigError, match=r"96 wide inside.*multiples of 64 up to 10496"):
+    with pytest.raises(Unsupported, match=r"96 wide inside.*multiples of 64 up to 10496"):
         check_experts(num_choices=896, topk=12, inner_width=96, is_int8=True)
-    with pytest.raises(ConfigError, match="10560 wide"):
+    with pytest.raises(Unsupported, match="10560 wide"):
         check_experts(num_choices=896, topk=12, inner_width=10560, is_int8=True)
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from longcat_pd.errors import ConfigError
 from longcat_pd.kernels import NpuSettings, Ops
 from longcat_pd.kernels.expert_ops import ExpertGroup
 from longcat_pd.kernels.npu.fused import with_stand_ins
 from longcat_pd.kernels.npu.fused_limits import check_fused, fused_buffer_bytes
+from longcat_pd.kernels.refusal import Unsupported
 from tests.npu.expert_rig import HIDDEN, REFERENCE, Experts, close, drawn_ids, npu_ops, randn
 from tests.npu.kernels import dispatch, groups
 from tests.npu.kernels.dispatch_limits import VARIANTS, Shape
@@ -150,7 +150,7 @@ LARGE = {"hidden": 8192, "ep_size": 128, "rows": 64, "num_experts": 768, "topk":
 
 
 def refused(settings: NpuSettings, **changed: int) -> str:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(Unsupported) as caught:
         check_fused(settings, **(LARGE | changed))
     return caught.value.message
 
@@ -214,7 +214,7 @@ def test_limits_are_the_kernels_own() -> None:
                 try:
                     check_fused(settings, **asked)
                     is_taken = True
-                except ConfigError:
+                except Unsupported:
                     is_taken = False
                 assert is_taken == wanted, (series, algorithm, asked)
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from longcat_pd.errors import ConfigError
 from longcat_pd.kernels import NpuSettings, load
 from longcat_pd.kernels.npu import indexer
 from longcat_pd.kernels.npu.limits import check_indexer
 from longcat_pd.kernels.reference import table as reference_table
+from longcat_pd.kernels.refusal import Unsupported
 from tests.npu import device
 from tests.npu.kernels import indexer as kernel
 from tests.npu.paged import BLOCK, Paged, noise, paged
@@ -130,7 +130,7 @@ def test_the_choice(width: int, seed: int) -> None:
     [(65, 128, 16, 1008, "65"), (32, 64, 16, 1008, "64"), (32, 128, 16, 9000, "9016")],
 )
 def test_limits_are_told_at_start(heads: int, width: int, init: int, budget: int, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(Unsupported, match=told):
         check_indexer(heads=heads, width=width, init=init, budget=budget)
     check_indexer(heads=32, width=128, init=16, budget=1008)
 

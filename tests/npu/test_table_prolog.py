@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from longcat_pd.errors import ConfigError
 from longcat_pd.kernels import NpuSettings, Ops, load
 from longcat_pd.kernels.npu import operators, prolog
 from longcat_pd.kernels.ops import PrologScales, PrologWeights
 from longcat_pd.kernels.reference import table as reference_table
+from longcat_pd.kernels.refusal import Unsupported
 from tests.npu import device
 from tests.npu.paged import noise
 
@@ -104,7 +104,7 @@ def test_sizes_that_the_fused_operator_refuses_are_composed(hidden: int, rank: i
 def test_other_widths_are_refused_at_start(number: int) -> None:
     loaded = list(weights_of(torch.float32))
     loaded[3] = torch.zeros(HEADS, 64, 512)
-    with pytest.raises(ConfigError, match="nope 64"):
+    with pytest.raises(Unsupported, match="nope 64"):
         OPS.prepare_prolog(PrologWeights(*loaded), SCALES)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longcat_pd.errors import ConfigError
 from longcat_pd.kernels import npu
 from longcat_pd.kernels.npu import ngram, operators
+from longcat_pd.kernels.refusal import Unsupported
 from tests.npu.expert_rig import REFERENCE, close, npu_ops, randn
 from tests.npu.kernels.formats import format_of
 from tests.npu.kernels.routing import define_own
@@ -98,7 +98,7 @@ def test_scales_take_the_type_that_grouped_products_want() -> None:
 )
 def test_weights_beyond_the_limits_are_refused_at_the_start(kind, shape, numbers) -> None:  # type: ignore[no-untyped-def]
     dtype = torch.int8 if kind.endswith("int8") else BF16
-    with pytest.raises(ConfigError, match=numbers):
+    with pytest.raises(Unsupported, match=numbers):
         npu_ops(BF16).prepare(torch.zeros(shape, dtype=dtype), kind)
 
 
@@ -171,12 +171,12 @@ def test_the_packages_operator_is_taken_where_it_is(monkeypatch: pytest.MonkeyPa
 def test_what_is_missing_is_named_with_who_has_it() -> None:
     assert operators.has("npu_rms_norm") and operators.has("npu::npu_rms_norm") and operators.has("aten::relu")
     assert not operators.has("npu_planted") and not operators.has("planted::op")
-    with pytest.raises(ConfigError, match=r"drawing needs.*npu_planted: every release.*planted::op: an operator package"):
+    with pytest.raises(Unsupported, match=r"drawing needs.*npu_planted: every release.*planted::op: an operator package"):
         operators.require("npu_rms_norm", "npu_planted", "planted::op", purpose="drawing")
 
 
 def test_a_table_without_its_operators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = operators.has
     monkeypatch.setattr(operators, "has", lambda name: name != "npu_moe_gating_top_k" and stock(name))
-    with pytest.raises(ConfigError, match=r"a mixture of experts needs.*npu_moe_gating_top_k"):
+    with pytest.raises(Unsupported, match=r"a mixture of experts needs.*npu_moe_gating_top_k"):
         npu_ops()

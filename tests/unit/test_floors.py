@@ -26,7 +26,7 @@ FLOORS = [
     {"load_balancer", "prefill_worker", "decode_worker", "standalone"},
     {"cli", "cluster", "tiny", "quantize", "bench", "replay", "fault", "render", "top"},
 ]
-FLOOR_OF = {name: number for number, names in enumerate(FLOORS, 1) for name in names} | {"errors": 0}  # anybody raises
+FLOOR_OF = {name: number for number, names in enumerate(FLOORS, 1) for name in names}
 GROUND_MODULES = {"errors", "log", "metrics", "wire", "clock", "faults"}
 
 # Library -> the files and folders (with a slash) that may import it.

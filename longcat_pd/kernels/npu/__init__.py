@@ -23,7 +23,7 @@ def table(settings: NpuSettings, *, exe_mode: str) -> Ops:
     """The operators of one rank; ``exe_mode``: how the decode step is executed, which some entries have forms for.
 
     Raises:
-        ConfigError: operators are missing that have no stand-in.
+        Unsupported: operators are missing that have no stand-in.
     """
     made = _with_rows(reference())
     made = with_attention(made, exe_mode=exe_mode)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longcat_pd.errors import ConfigError
 from longcat_pd.kernels.npu.limits import check_block_size, check_heads
 from longcat_pd.kernels.npu.prolog import LATENT, ROPE
 from longcat_pd.kernels.npu.tables import pieces, rows_of, visible, visible_slots
 from longcat_pd.kernels.ops import MergePartials, PagedAttention, SparseAttention
+from longcat_pd.kernels.refusal import Unsupported
 
 OPERATORS = ("npu_fused_infer_attention_score_v2",)  # sparse attention's own are asked for where a model has an indexer
 MOST_REQUESTS = 4096
@@ -31,12 +31,12 @@ def twin() -> Fused:
     """The fused operator with lengths that are tensors, which graphs of GE want.
 
     Raises:
-        ConfigError: the graph compiler is not there.
+        Unsupported: the graph compiler is not there.
     """
     try:
         compiler = importlib.import_module("torchair")
     except ImportError as error:
-        raise ConfigError(f"exe_mode=ge_graph: torchair is not there: {error}", param="engine.exe_mode") from error
+        raise Unsupported(f"exe_mode=ge_graph: torchair is not there: {error}", param="engine.exe_mode") from error
     found: Fused = compiler.ops.npu_fused_infer_attention_score_v2
     return found
 
@@ -202,7 +202,7 @@ def _fused(
     }
     if torch.compiler.is_compiling():
         if in_graphs is None:
-            raise ConfigError("dense attention in a captured stream: its lengths are lists", param="engine.exe_mode")
+            raise Unsupported("dense attention in a captured stream: its lengths are lists", param="engine.exe_mode")
         ends = torch.arange(1, len(q) + 1, device=q.device)
         out, lse = in_graphs(nope, pages, pages, actual_seq_qlen=ends, actual_seq_kvlen=lengths, **settings)
     else:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longcat_pd.errors import ConfigError
 from longcat_pd.kernels.expert_ops import ExpertRows, GroupedExperts
 from longcat_pd.kernels.npu.int8 import quantise
 from longcat_pd.kernels.npu.norms import swiglu
+from longcat_pd.kernels.refusal import Unsupported
 
 OPERATORS = (
     "npu_moe_gating_top_k",
@@ -32,14 +32,14 @@ def check_experts(*, num_choices: int, topk: int, inner_width: int, is_int8: boo
     """``num_choices``: experts with and without weights; ``inner_width``: what a rank has of an expert's.
 
     Raises:
-        ConfigError: the checkpoint's sizes are beyond what operators take.
+        Unsupported: the checkpoint's sizes are beyond what operators take.
     """
     if not topk <= num_choices <= MAX_CHOICES:
         text = f"device=npu: {topk} of {num_choices} experts are chosen; the operator chooses among at most {MAX_CHOICES}"
-        raise ConfigError(text, param="model.path")
+        raise Unsupported(text, param="model.path")
     if is_int8 and (inner_width % INNER_UNIT_INT8 or inner_width > MAX_INNER_INT8):
         text = f"device=npu: int8 experts are {inner_width} wide inside; the operator takes multiples of {INNER_UNIT_INT8}"
-        raise ConfigError(f"{text} up to {MAX_INNER_INT8}", param="model.path")
+        raise Unsupported(f"{text} up to {MAX_INNER_INT8}", param="model.path")
 
 
 def route_topk(logits: Tensor, bias: Tensor, *, topk: int, factor: float, is_normalized: bool) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from longcat_pd.errors import ConfigError
 from longcat_pd.kernels.npu.settings import NpuSettings
+from longcat_pd.kernels.refusal import Unsupported
 
 _MEBI = 1 << 20
 _ALTERNATIVES = "gather, two_level or all_to_all take any size"
@@ -47,12 +47,12 @@ def variant_of(settings: NpuSettings) -> Variant:
     """The way to travel that was asked for.
 
     Raises:
-        ConfigError: the series does not have it.
+        Unsupported: the series does not have it.
     """
     known = _VARIANTS[settings.is_series_a3]
     if settings.dispatch_algorithm not in known:
         text = f"{_place(settings)}: no such algorithm; there are {', '.join(map(repr, known))}"
-        raise ConfigError(text, param="parallel.moe_dispatch")
+        raise Unsupported(text, param="parallel.moe_dispatch")
     return known[settings.dispatch_algorithm]
 
 
@@ -60,13 +60,13 @@ def check_fused(settings: NpuSettings, *, hidden: int, ep_size: int, rows: int, 
     """``rows``: the most that one rank hands in at once; ``num_experts``: those with weights, of all ranks.
 
     Raises:
-        ConfigError: every limit that is exceeded, with the numbers, and what can be done instead.
+        Unsupported: every limit that is exceeded, with the numbers, and what can be done instead.
     """
     wrong = exceeded(variant_of(settings), hidden=hidden, ep_size=ep_size, rows=rows, num_experts=num_experts, topk=topk)
     if wrong:
         others = [] if settings.is_series_a3 else _ways_on_a2(hidden, ep_size, rows, num_experts=num_experts, topk=topk)
         instead = "; ".join((*others, _ALTERNATIVES))
-        raise ConfigError(f"{_place(settings)}: {'; '.join(wrong)}. Instead: {instead}", param="parallel.moe_dispatch")
+        raise Unsupported(f"{_place(settings)}: {'; '.join(wrong)}. Instead: {instead}", param="parallel.moe_dispatch")
 
 
 def exceeded(variant: Variant, *, hidden: int, ep_size: int, rows: int, num_experts: int, topk: int) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from longcat_pd.errors import ConfigError
+from longcat_pd.kernels.refusal import Unsupported
 
 NEWEST = "torch_npu 2.6.0.post5, 2.7.1.post11, 2.8.0.post5, or 2.9.0 and later"
 _SINCE = {  # where nothing stands, every release since 2.4.0 has it
@@ -56,12 +56,12 @@ def require(*names: str, purpose: str) -> None:
     """All of them have to be here.
 
     Raises:
-        ConfigError: what is missing, for what it is needed, and who has it.
+        Unsupported: what is missing, for what it is needed, and who has it.
     """
     missing = [name for name in names if not has(name)]
     if missing:
         found = "; ".join(f"{name}: {_source(name)}" for name in missing)
-        raise ConfigError(f"device=npu: {purpose} needs operators that are not here. {found}", param="device")
+        raise Unsupported(f"device=npu: {purpose} needs operators that are not here. {found}", param="device")
 
 
 def _source(name: str) -> str:

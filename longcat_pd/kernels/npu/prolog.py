@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longcat_pd.errors import ConfigError
 from longcat_pd.kernels.npu.limits import MOST_HEADS, check_block_size, is_power_of_two
 from longcat_pd.kernels.npu.operators import has
 from longcat_pd.kernels.npu.rotation import factors
 from longcat_pd.kernels.ops import PrologScales, PrologWeights
+from longcat_pd.kernels.refusal import Unsupported
 
 OPERATORS = (
     "npu_format_cast",
@@ -57,7 +57,7 @@ def prepare_prolog(weights: PrologWeights, scales: PrologScales) -> tuple[Tensor
     """See ``ops.PrepareProlog``.
 
     Raises:
-        ConfigError: sizes that no operator of this device has.
+        Unsupported: sizes that no operator of this device has.
     """
     num_heads, q_rank = _checked(weights)
     hidden = weights.down.shape[0]
@@ -194,11 +194,11 @@ def _nz(matrix: Tensor) -> Tensor:
 
 
 def _checked(weights: PrologWeights) -> tuple[int, int]:
-    """Number of heads and the rank of queries; ConfigError for sizes that all compositions refuse."""
+    """Number of heads and the rank of queries; Unsupported for sizes that all compositions refuse."""
     (num_heads, nope, latent), q_rank = weights.key_up.shape, weights.q_norm.shape[0]
     rope = weights.down.shape[1] - q_rank - latent
     if (nope, latent, rope) != (NOPE, LATENT, ROPE):
         found = f"nope {nope}, kv_lora_rank {latent} and rope {rope}"
         text = f"device=npu: attention of {found}; its operators have {NOPE}, {LATENT} and {ROPE}"
-        raise ConfigError(text, param="model.path")
+        raise Unsupported(text, param="model.path")
     return num_heads, q_rank

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longcat_pd.errors import ConfigError
 from longcat_pd.kernels.npu.int8 import MAX_WIDTH
 from longcat_pd.kernels.ops import Prepare, WeightKind
+from longcat_pd.kernels.refusal import Unsupported
 
 OPERATORS = ("npu_format_cast", "npu_transpose_batchmatmul", "npu_scatter_nd_update_")
 MAX_EXPERTS = 1024  # of one rank
@@ -23,7 +23,7 @@ def preparing(dtype: torch.dtype) -> Prepare:
     """See ``ops.Prepare``; ``dtype`` is the model's."""
 
     def prepare(weight: Tensor, kind: WeightKind) -> Tensor:
-        """Raises ConfigError where a weight's size is beyond what operators take."""
+        """Raises Unsupported where a weight's size is beyond what operators take."""
         if weight.numel() == 0:
             return weight
         _check(weight, kind)
@@ -74,10 +74,10 @@ def _check(weight: Tensor, kind: WeightKind) -> None:
     widest = max(weight.shape[1:] if kind.startswith("experts") else weight.shape)
     if kind in ("linear_int8", "experts", "experts_int8") and widest > MAX_WIDTH:
         text = f"device=npu: a weight of {tuple(weight.shape)}; these operators take widths up to {MAX_WIDTH}"
-        raise ConfigError(text, param="model.path")
+        raise Unsupported(text, param="model.path")
     if kind in ("experts", "experts_int8") and len(weight) > MAX_EXPERTS:
         text = f"device=npu: {len(weight)} experts on one rank, at most {MAX_EXPERTS}; raise parallel.ep_size"
-        raise ConfigError(text, param="parallel.ep_size")
+        raise Unsupported(text, param="parallel.ep_size")
     if kind == "heads" and (weight.shape[1] % HEAD_UNIT or weight.shape[2] % HEAD_UNIT):
         text = f"device=npu: a head maps {weight.shape[1]} to {weight.shape[2]}; both have to be multiples of {HEAD_UNIT}"
-        raise ConfigError(text, param="model.path")
+        raise Unsupported(text, param="model.path")
