@@ -1,7 +1,7 @@
-"""The decode step: draft, verify, accept, write state. One function of device buffers of fixed shape.
+"""The decode step: draft, verify, accept, write state. One function of device buffers of fixed shape, or two of them.
 
 The host gives slot numbers and reads what was drawn; which drafts stand is decided here, so the next step needs nobody.
-Knows no plans and no requests.
+Between drafts and verification the host says what grammars allow. Knows no plans and no requests.
 """
 
 from __future__ import annotations
@@ -10,14 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from longcat_pd.engine.decode_state import DecodeState, put
+from longcat_pd.engine.masks import Masks, nobody_bound
 from longcat_pd.engine.sampler import drawn
 from longcat_pd.engine.speculative import DraftSource, Seen, accepted
 from longcat_pd.kernels.ops import Ops
 from longcat_pd.models.causal_lm import CausalLM
 
+Found = tuple[Tensor, Tensor, Tensor]
+
 
 class DecodeStep(nn.Module):
     """One step of the sequences in some slots.
+
+    ``slots`` [B]; ``lengths``: see ``DecodeState.inputs``; ``num_candidates``, above 0 without logits: see
+    ``sampler.drawn``. Found are what was drawn [B, W], how many of it stand [B], and the logits [B, W, V] behind it. What
+    stands of a row are the drafts that were drawn and the first token that is no draft; draws beyond it saw a token that is
+    not there.
 
     Args:
         drafts: where drafts come from, if windows have any.
@@ -35,19 +43,37 @@ class DecodeStep(nn.Module):
         """Whether it pays to look at candidates only."""
         return self._model.has_split_head
 
-    def forward(self, slots: Tensor, lengths: tuple[int, ...], num_candidates: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """``slots`` [B] -> what was drawn [B, W], how many of it stand [B], and the logits [B, W, V] behind it.
+    def forward(self, slots: Tensor, lengths: tuple[int, ...], num_candidates: int = 0) -> Found:
+        """All of it, with the host in its middle."""
+        line = self.line(slots, lengths)
+        return self.verify(slots, line, self.masks(slots, line), lengths=lengths, num_candidates=num_candidates)
 
-        ``lengths``: see ``DecodeState.inputs``; ``num_candidates``, above 0 without logits: see ``sampler.drawn``. What
-        stands of a row are the drafts that were drawn and the first token that is no draft; draws beyond it saw a token
-        that is not there.
-        """
+    def free(self, slots: Tensor, lengths: tuple[int, ...], num_candidates: int = 0) -> Found:
+        """The same for slots of which none is bound to a grammar: nobody asks the host."""
+        line = self.line(slots, lengths)
+        masks = nobody_bound(self.state.shape.window, slots)
+        return self.verify(slots, line, masks, lengths=lengths, num_candidates=num_candidates)
+
+    def line(self, slots: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """The first part: kept tokens of each slot, the newest last, and the drafts behind it, [B, R + W - 1]."""
+        recent = self.state.recent[slots]
+        if self._drafts is None:
+            return recent
+        newest = self.state.num_tokens[slots] - 1
+        return torch.cat((recent, self._drafts(Seen(slots, newest, recent, lengths))), 1)
+
+    def masks(self, slots: Tensor, line: Tensor) -> Masks:
+        """Between the parts: what the grammars of the slots allow behind the drafts of ``line``. Calls the host."""
+        masks: Masks = self.state.sampling.grammars(slots, self._drafts_of(line))
+        return masks
+
+    def verify(
+        self, slots: Tensor, line: Tensor, masks: Masks, *, lengths: tuple[int, ...], num_candidates: int = 0
+    ) -> Found:
+        """The second part, which writes the state."""
         state, shape = self.state, self.state.shape
-        newest, recent = state.num_tokens[slots] - 1, state.recent[slots]
-        line = recent
-        if self._drafts is not None:
-            line = torch.cat((recent, self._drafts(Seen(slots, newest, recent, lengths))), 1)
-        positions = newest.unsqueeze(1) + torch.arange(shape.window, device=slots.device)
+        places = torch.arange(shape.window, device=slots.device)
+        positions = (state.num_tokens[slots] - 1).unsqueeze(1) + places
         inputs = state.inputs(
             slots,
             positions,
@@ -60,15 +86,18 @@ class DecodeStep(nn.Module):
             self._model,
             final,
             inputs.outputs,
-            rows=state.sampling.rows(slots, positions + 1, line[:, shape.history :]),
+            rows=state.sampling.rows(slots, positions + 1, self._drafts_of(line), masks),
             positions=positions.flatten() + 1,
             num_candidates=num_candidates,
             ops=self._ops,
         )
         found = tokens.view(-1, shape.window)
-        count = accepted(found, line[:, shape.history :])
-        self._remember(slots, torch.cat((recent, found), 1), count, final)
+        count = accepted(found, self._drafts_of(line))
+        self._remember(slots, torch.cat((line[:, : shape.history], found), 1), count, final)
         return found, count, logits.view(*found.shape, logits.shape[-1])
+
+    def _drafts_of(self, line: Tensor) -> Tensor:
+        return line[:, self.state.shape.history :]
 
     def _remember(self, slots: Tensor, line: Tensor, count: Tensor, final: Tensor) -> None:
         state, shape = self.state, self.state.shape
@@ -76,7 +105,7 @@ class DecodeStep(nn.Module):
         put(state.recent, slots, line.gather(1, kept))
         grown = torch.where(slots == state.padding, 0, count)
         put(state.num_tokens, slots, state.num_tokens[slots] + grown)
-        state.sampling.count(slots, line[:, shape.history :], grown)
+        state.sampling.count(slots, line[:, shape.history :], grown, self._ops.store)
         if self._drafts is not None:
             put(state.final, slots, final.view(-1, shape.window, shape.hidden_size))
             put(state.num_final, slots, count)

@@ -1,8 +1,7 @@
-"""How the decode step is executed: as it stands, or as compiled graphs: for each size of a batch one, and where the head is
-split one more that looks at the best ids only.
+"""How the decode step is executed: as it stands, or as compiled graphs: for each size of a batch one for every part of it.
 
-Owns the choice by ``exe_mode``, the padding of a batch to a compiled size, and the count of compilations. Knows the step as
-a function only.
+Owns the choice by ``exe_mode``, the padding of a batch to a compiled size, which parts make a step, and the count of
+compilations. Knows the step as functions only.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import importlib
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,15 +18,28 @@ from torch import Tensor
 from longcat_pd.config.resolve import compile_cache
 from longcat_pd.config.schema import EngineConfig, RankSpec
 from longcat_pd.engine.compile_cache import CacheEntry, code_digest, short_digest
-from longcat_pd.engine.decode_step import DecodeStep
+from longcat_pd.engine.decode_step import DecodeStep, Found
+from longcat_pd.engine.step_parts import StepPart, parts_of
 from longcat_pd.log import logger
 
-Found = tuple[Tensor, Tensor, Tensor]
-Form = Callable[[Tensor], Found]
-Compile = Callable[[DecodeStep, int, int, CacheEntry], tuple[Form, bool]]
+Form = Callable[..., tuple[Tensor, ...]]
+Compile = Callable[[StepPart, int, CacheEntry], tuple[Form, bool]]
 
-# exe_mode -> the module that has ``compiled``; imported when the mode is chosen
-COMPILERS: Mapping[str, str] = {"inductor": "longcat_pd.engine.inductor"}
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """What is behind an exe_mode. ``module`` has ``compiled`` and is imported when the mode is chosen; ``is_cut``: its
+    graphs cannot call the host in their middle."""
+
+    module: str
+    is_cut: bool
+
+
+COMPILERS: Mapping[str, Compiler] = {
+    "inductor": Compiler("longcat_pd.engine.inductor", is_cut=False),
+    "ge_graph": Compiler("longcat_pd.engine.ge_graph", is_cut=True),
+    "npugraph_ex": Compiler("longcat_pd.engine.npugraph_ex", is_cut=True),
+}
 
 
 class StepForms:
@@ -40,7 +53,8 @@ class StepForms:
         self._step = step
         self._padding = step.state.padding
         self._padding_length = step.state.padding_length
-        self._forms: dict[tuple[int, int], Form] = {}  # by sequences and candidates
+        self._sizes: list[int] = []  # that are compiled, the smallest first
+        self._forms: dict[tuple[int, str], Form] = {}  # by sequences and name of the part
         self.num_compilations = 0
         self._is_quiet = spec.rank > 0  # what one rank says, the others would repeat
         engine = spec.instance.engine
@@ -57,37 +71,50 @@ class StepForms:
             self._compile(engine, {**shape, "code": code_digest()}, name=name)
 
     def run(self, slots: Sequence[int], lengths: tuple[int, ...], *, num_seqs: int, num_candidates: int = 0) -> Found:
-        """See ``DecodeStep.forward``; ``lengths`` bound what a step that is not compiled looks at.
+        """See ``DecodeStep``; ``lengths`` bound what a step that is not compiled looks at.
 
         ``num_seqs``: at least so many sequences (and one) are computed, with padding for those that are missing.
         """
         size = max(len(slots), num_seqs, 1)
-        if self._forms:
-            size = next(compiled for compiled, _ in self._forms if compiled >= size)
+        if self._sizes:
+            size = next(compiled for compiled in self._sizes if compiled >= size)
         missing = size - len(slots)
         padded = self._tensor([*slots, *[self._padding] * missing])
-        if self._forms:
-            is_best = num_candidates == 1 and (size, 1) in self._forms
-            found = self._forms[size, int(is_best)](padded)
+        if self._sizes:
+            found = self._compiled(padded, slots, num_candidates)
         else:
             found = self._step(padded, (*lengths, *[self._padding_length] * missing), num_candidates)
         drawn, counts, logits = (tensor[: len(slots)] for tensor in found)
         return drawn, counts, logits
 
+    def _compiled(self, padded: Tensor, slots: Sequence[int], num_candidates: int) -> tuple[Tensor, ...]:
+        """``slots``: those of ``padded`` that are somebody's."""
+        size = len(padded)
+        if num_candidates == 1 and (size, "best") in self._forms:
+            return self._forms[size, "best"](padded)
+        if (size, "whole") in self._forms:
+            return self._forms[size, "whole"](padded)
+        if not self._step.state.sampling.grammars.binds(slots):
+            return self._forms[size, "free"](padded)
+        (line,) = self._forms[size, "line"](padded)
+        return self._forms[size, "verify"](padded, line, *self._step.masks(padded, line))
+
     def _tensor(self, slots: Sequence[int]) -> Tensor:
         return torch.tensor(slots, dtype=torch.int64, device=self._step.state.num_tokens.device)
 
     def _compile(self, engine: EngineConfig, facts: Mapping[str, str], *, name: str) -> None:
-        compile_step: Compile = importlib.import_module(COMPILERS[engine.exe_mode]).compiled
+        """All parts for all sizes, the largest first: what it needs of memory serves the others too."""
+        compiler = COMPILERS[engine.exe_mode]
+        compile_part: Compile = importlib.import_module(compiler.module).compiled
         say = logger().debug if self._is_quiet else logger().info
-        kinds = (0, 1) if self._step.has_split_head else (0,)
-        for size, num_candidates in itertools.product(sorted(engine.buckets), kinds):
+        self._sizes = sorted(engine.buckets)
+        parts = parts_of(self._step, is_cut=compiler.is_cut)
+        for size, part in itertools.product(reversed(self._sizes), parts):
             began = time.monotonic()
-            say("step_compiling", num_seqs=size, sizes=list(engine.buckets), candidates=num_candidates)
-            shape = {**facts, "num_seqs": str(size), "candidates": str(num_candidates)}
-            file = f"{name}-seqs{size}{'-best' * num_candidates}"
-            entry = CacheEntry(compile_cache(engine), file, shape)
-            self._forms[size, num_candidates], is_new = compile_step(self._step, size, num_candidates, entry)
+            say("step_compiling", num_seqs=size, sizes=list(engine.buckets), part=part.name)
+            shape = {**facts, "num_seqs": str(size), "part": part.name}
+            entry = CacheEntry(compile_cache(engine), f"{name}-seqs{size}-{part.name}", shape)
+            self._forms[size, part.name], is_new = compile_part(part, size, entry)
             self.num_compilations += is_new
             seconds = round(time.monotonic() - began, 3)
             say("step_compiled", num_seqs=size, seconds=seconds, source="compiler" if is_new else "cache")

@@ -1,6 +1,6 @@
-"""exe_mode ``inductor``: the decode step as one graph of torch's own compiler, ahead of time, or from the cache.
+"""exe_mode ``inductor``: parts of the decode step, each as one graph of torch's own compiler, made ahead or from the cache.
 
-The step is traced once as a function of all its tensors (weights, cache, state) and compiled for one number of sequences;
+A part is traced once as a function of all its tensors (weights, cache, state) and compiled for one number of sequences;
 nothing is guarded or compiled again afterwards. A graph from the cache is neither traced nor compiled. Imported when the
 mode is chosen, because the compiler takes seconds and a hundred megabytes.
 """
@@ -27,6 +27,7 @@ from torch._inductor.standalone_compile import CompiledArtifact
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from longcat_pd.engine.compile_cache import CacheEntry
+from longcat_pd.engine.step_parts import StepPart
 from longcat_pd.errors import ConfigError
 
 # a pool of workers would outlive the compilation
@@ -35,16 +36,16 @@ _GRAPH = "graph"
 _WORKSHOP = "longcat_pd-"
 
 Place = tuple[dict[str, Any], str]
-Form = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+Form = Callable[..., tuple[Tensor, ...]]
 
 
-def compiled(step: nn.Module, num_seqs: int, num_candidates: int, entry: CacheEntry) -> tuple[Form, bool]:
-    """``step(slots, (), num_candidates)`` for ``num_seqs`` slots as one graph, and whether it had to be compiled.
+def compiled(part: StepPart, num_seqs: int, entry: CacheEntry) -> tuple[Form, bool]:
+    """A part of the step for ``num_seqs`` slots as one graph, and whether it had to be compiled.
 
     Raises:
         ConfigError: there is no C++ compiler, or the cache's folder cannot be written.
     """
-    places = list(_places(step))
+    places = list(_places(part))
     tensors: list[Tensor] = [store[name] for store, name in places]
     entry = replace(entry, facts={**entry.facts, **_versions(), "tensors": _described(tensors)})
     entry.open_folder()
@@ -54,24 +55,24 @@ def compiled(step: nn.Module, num_seqs: int, num_candidates: int, entry: CacheEn
             entry.probe()
             shutil.rmtree(folder)  # parts of a graph that is no good
             folder.mkdir()
-            example = [*tensors, torch.zeros(num_seqs, dtype=torch.int64)]
-            graph = _compile(step, places, example, num_candidates)
+            graph = _compile(part, places, [*tensors, *part.examples(num_seqs)])
             graph.save(path=str(folder / _GRAPH), format="binary")
             entry.pack(folder)
         else:
             graph = CompiledArtifact.load(path=str(folder / _GRAPH), format="binary")
 
-    def run(slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        drawn, count, logits = graph(*tensors, slots)
-        return drawn, count, logits
+    def run(*arguments: Tensor) -> tuple[Tensor, ...]:
+        return tuple(graph(*tensors, *arguments))
 
     return run, is_new
 
 
-def _compile(step: nn.Module, places: list[Place], example: list[Any], num_candidates: int) -> CompiledArtifact:
+def _compile(part: nn.Module, places: list[Place], example: list[Any]) -> CompiledArtifact:
+    num_kept = len(places)
+
     def flat(*tensors: Tensor) -> object:
-        with _placed(places, tensors[:-1]):
-            return step(tensors[-1], (), num_candidates)
+        with _placed(places, tensors[:num_kept]):
+            return part(*tensors[num_kept:])
 
     with torch.no_grad():
         graph = make_fx(flat, tracing_mode="fake")(*example)

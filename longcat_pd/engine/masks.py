@@ -2,13 +2,13 @@
 
 Which tokens an answer has is known on the device only; a grammar is followed on the host. So the step calls the host in
 its middle, where its drafts are made and their logits are not: one node of a graph. What the answers came to is told
-behind the step. Knows slots and masks; the grammars are ``grammar.py``'s.
+behind the step. A graph that cannot call anybody is cut there. Knows slots and masks; the grammars are ``grammar.py``'s.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,6 +21,14 @@ from longcat_pd.kernels.node import node
 # finds its table with is a tensor too.
 _TABLES: WeakValueDictionary[int, GrammarMasks] = WeakValueDictionary()
 _NUMBERS = itertools.count()
+
+Masks = tuple[Tensor, Tensor]  # [T, words] int32, a bit for each id, the lowest first; and which of them bind, [T] bool
+
+
+def nobody_bound(window: int, slots: Tensor) -> Masks:
+    """Of ``slots`` [B] with ``window`` rows of each: masks without words."""
+    num_rows = slots.shape[0] * window
+    return slots.new_empty((num_rows, 0), dtype=torch.int32), slots.new_zeros((num_rows,), dtype=torch.bool)
 
 
 class GrammarMasks(nn.Module):
@@ -59,9 +67,8 @@ class GrammarMasks(nn.Module):
         matcher.advance(token_ids)
         return matcher.fault
 
-    def forward(self, slots: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
-        """``slots`` [B], ``drafts`` [B, W - 1] -> masks [T, words] int32, a bit for each id, the lowest first; and which of
-        them bind, [T] bool: the others hold anything."""
+    def forward(self, slots: Tensor, drafts: Tensor) -> Masks:
+        """``slots`` [B], ``drafts`` [B, W - 1] -> masks of their rows; those that do not bind hold anything."""
         return _grammar_masks(self.number, slots, drafts, self.num_words)
 
     def fill(self, slots: Sequence[int], drafts: Sequence[Sequence[int]], masks: Tensor, is_bound: Tensor) -> None:
@@ -70,6 +77,15 @@ class GrammarMasks(nn.Module):
             if slot in self._matchers:
                 self._matchers[slot].fill(masks[place].numpy(), drafts[place])
                 is_bound[place] = True
+
+    def binds(self, slots: Iterable[int]) -> bool:
+        """Whether any of these slots is bound."""
+        return not self._matchers.keys().isdisjoint(slots)
+
+    @property
+    def can_bind(self) -> bool:
+        """Whether any slot ever will be."""
+        return self._vocabulary is not None
 
     @property
     def has_any(self) -> bool:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from longcat_pd.engine.grammar import Vocabulary
-from longcat_pd.engine.masks import GrammarMasks
+from longcat_pd.engine.masks import GrammarMasks, Masks
 from longcat_pd.engine.request import MAX_BIAS
 from longcat_pd.engine.sampler import SamplingRows, floor_of
 from longcat_pd.engine.slots import SlotState
 from longcat_pd.kernels.drawing_ops import ENDS, IN_PROMPT, Edits
+from longcat_pd.kernels.ops import Store
 
 
 class SamplingState(nn.Module):
@@ -45,7 +46,7 @@ class SamplingState(nn.Module):
         self.frequency = buffer(dtype=torch.float64)
         self.presence = buffer(dtype=torch.float64)
         self.repetition = buffer(fill=1.0, dtype=torch.float64)
-        self.counts = buffer(vocab_size, dtype=torch.int32)
+        self.counts = buffer(vocab_size, dtype=torch.float32)  # which devices write by index, unlike int32
         self.flags = buffer(vocab_size, dtype=torch.uint8)
         self.bias_ids = buffer(MAX_BIAS)
         self.bias = buffer(MAX_BIAS, dtype=torch.float32)
@@ -69,10 +70,10 @@ class SamplingState(nn.Module):
         if rule.has_edits:
             self._fill_tables(slot, state)
 
-    def rows(self, slots: Tensor, positions: Tensor, drafts: Tensor) -> SamplingRows:
+    def rows(self, slots: Tensor, positions: Tensor, drafts: Tensor, masks: Masks) -> SamplingRows:
         """How tokens at ``positions`` [B, W] are sampled: [B * W] rows.
 
-        ``drafts`` [B, W - 1]: row r comes behind the first r of them.
+        ``drafts`` [B, W - 1]: row r comes behind the first r of them; ``masks``: what grammars allow there.
         """
         width = positions.shape[1]
 
@@ -81,7 +82,6 @@ class SamplingState(nn.Module):
 
         places = torch.arange(width, device=slots.device)
         is_before = places[: drafts.shape[1]] < places.unsqueeze(1)
-        masks, is_bound = self.grammars(slots, drafts)
         edits = Edits(
             counts=self.counts,
             flags=self.flags,
@@ -93,8 +93,8 @@ class SamplingState(nn.Module):
             frequency=column(self.frequency),
             presence=column(self.presence),
             repetition=column(self.repetition),
-            masks=masks,
-            is_bound=is_bound,
+            masks=masks[0],
+            is_bound=masks[1],
         )
         return SamplingRows(
             temperature=column(self.temperature),
@@ -106,11 +106,17 @@ class SamplingState(nn.Module):
             edits=edits,
         )
 
-    def count(self, slots: Tensor, tokens: Tensor, num: Tensor) -> None:
-        """The first ``num`` [B] of ``tokens`` [B, W] belong to the answers now."""
+    def count(self, slots: Tensor, tokens: Tensor, num: Tensor, store: Store) -> None:
+        """The first ``num`` [B] of ``tokens`` [B, W] belong to the answers now.
+
+        ``store``: the operator that writes by index. A token that stands several times is given the same count each time.
+        """
+        num_ids = self.counts.shape[1]
         stands = torch.arange(tokens.shape[1], device=slots.device) < num.unsqueeze(1)
-        seqs = slots.unsqueeze(1).expand_as(tokens)
-        self.counts.index_put_((seqs, tokens), stands.to(self.counts.dtype), accumulate=True)
+        is_same = tokens.unsqueeze(2) == tokens.unsqueeze(1)
+        places = (slots.unsqueeze(1) * num_ids + tokens).flatten()
+        grown = self.counts.view(-1)[places] + (is_same & stands.unsqueeze(1)).sum(2).flatten()
+        store(self.counts.view(-1, num_ids, 1), places, grown.unsqueeze(1))
 
     def _fill_tables(self, slot: int, state: SlotState) -> None:
         rule, device = state.sampling, self.counts.device

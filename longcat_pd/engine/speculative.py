@@ -87,5 +87,7 @@ def _behind(inputs: ForwardInputs) -> ForwardInputs:
 
 def accepted(drawn: Tensor, drafts: Tensor) -> Tensor:
     """How many of ``drawn`` [B, W] stand behind ``drafts`` [B, W - 1]: those that were drafted, and one more; [B]."""
+    if not drafts.shape[1]:
+        return torch.ones_like(drawn[:, 0])
     is_wrong = drawn[:, :-1] != drafts
     return (is_wrong.cumsum(1) == 0).sum(1) + 1

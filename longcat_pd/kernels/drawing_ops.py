@@ -37,14 +37,14 @@ IN_PROMPT, ENDS = 1, 2  # bits of ``Edits.flags``
 class Edits(NamedTuple):
     """What changes the logits of T rows before they are drawn from. Tables have a row for each of S sequences.
 
-    Tables: ``counts`` [S, V] int32, how often each id was generated; ``flags`` [S, V] uint8, IN_PROMPT for ids that the
+    Tables: ``counts`` [S, V] fp32, how often each id was generated; ``flags`` [S, V] uint8, IN_PROMPT for ids that the
     prompt has and ENDS for those that end an answer; ``bias_ids`` [S, N] int64 and ``bias`` [S, N] fp32, what is added to
     which id, 0 where there is nothing.
 
     Rows: ``seqs`` [T], the sequence; ``drafts`` [T, D], ids that stand between what is counted and the row, -1 for none;
     ``is_early`` [T] bool, whether the answer may not end yet; ``frequency``, ``presence`` and ``repetition`` [T] fp64;
     ``masks`` [T, words] int32, a bit for each id that may be drawn, the lowest first, and ``is_bound`` [T] bool, whether
-    the row's mask counts.
+    the row's mask counts; no words: none does.
     """
 
     counts: Tensor

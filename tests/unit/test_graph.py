@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longcat_pd.config.schema import ParallelConfig, RankSpec
 from longcat_pd.engine import graph
 from longcat_pd.engine.compile_cache import CacheEntry
 from longcat_pd.engine.decode_state import DecodeShape
-from longcat_pd.engine.graph import Found, StepForms
+from longcat_pd.engine.decode_step import Found
+from longcat_pd.engine.graph import Compiler as Record
+from longcat_pd.engine.graph import StepForms
+from longcat_pd.engine.step_parts import StepPart
 from tests.compiled import with_engine
 from tests.parity.gloo import rank_specs
 
@@ -27,16 +30,49 @@ SHAPE = DecodeShape(
 )
 
 
-class Step:
-    """Says the numbers of its slots."""
+class Step(nn.Module):
+    """Says the numbers of its slots. ``bound``: those with a grammar; None: there are none."""
 
-    def __init__(self, has_split_head: bool = False) -> None:
+    def __init__(self, has_split_head: bool = False, bound: set[int] | None = None) -> None:
+        super().__init__()
         self.has_split_head = has_split_head
         self.num_candidates: list[int] = []
-        self.state = SimpleNamespace(padding=SLOTS, padding_length=5, shape=SHAPE, num_tokens=torch.zeros(SLOTS + 1))
+        grammars = SimpleNamespace(can_bind=bound is not None, binds=lambda slots: bool({*slots} & (bound or set())))
+        self.state = SimpleNamespace(
+            padding=SLOTS,
+            padding_length=5,
+            shape=SHAPE,
+            num_tokens=torch.zeros(SLOTS + 1),
+            sampling=SimpleNamespace(grammars=grammars),
+        )
         self.calls: list[tuple[list[int], tuple[int, ...]]] = []
+        self.parts: list[str] = []
 
-    def __call__(self, slots: Tensor, lengths: tuple[int, ...], num_candidates: int = 0) -> Found:
+    def forward(self, slots: Tensor, lengths: tuple[int, ...], num_candidates: int = 0) -> Found:
+        self.parts.append("whole")
+        return self._found(slots, lengths, num_candidates)
+
+    def free(self, slots: Tensor, lengths: tuple[int, ...], num_candidates: int = 0) -> Found:
+        self.parts.append("free")
+        return self._found(slots, lengths, num_candidates)
+
+    def line(self, slots: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        self.parts.append("line")
+        return slots + 100
+
+    def masks(self, slots: Tensor, line: Tensor) -> tuple[Tensor, Tensor]:
+        self.parts.append("masks")
+        assert torch.equal(line, slots + 100)
+        return slots + 200, slots > 0
+
+    def verify(
+        self, slots: Tensor, line: Tensor, masks: tuple[Tensor, Tensor], *, lengths: tuple[int, ...], num_candidates: int = 0
+    ) -> Found:
+        self.parts.append("verify")
+        assert torch.equal(line, slots + 100) and torch.equal(masks[0], slots + 200)
+        return self._found(slots, lengths, num_candidates)
+
+    def _found(self, slots: Tensor, lengths: tuple[int, ...], num_candidates: int) -> Found:
         self.num_candidates.append(num_candidates)
         self.calls.append((slots.tolist(), lengths))
         rows = slots.view(-1, 1)
@@ -51,13 +87,14 @@ class Compiler:
         self.asked: list[tuple[int, CacheEntry]] = []
 
     def __call__(
-        self, step: Any, num_seqs: int, num_candidates: int, entry: CacheEntry
-    ) -> tuple[Callable[[Tensor], Found], bool]:
+        self, part: StepPart, num_seqs: int, entry: CacheEntry
+    ) -> tuple[Callable[..., tuple[Tensor, ...]], bool]:
         self.asked.append((num_seqs, entry))
 
-        def form(slots: Tensor) -> Found:
-            assert len(slots) == num_seqs, "a graph has one size"
-            return step(slots, (), num_candidates)
+        def form(*arguments: Tensor) -> tuple[Tensor, ...]:
+            assert len(arguments[0]) == num_seqs, "a graph has one size"
+            found: tuple[Tensor, ...] = part(*arguments)
+            return found
 
         return form, num_seqs not in self.stored
 
@@ -65,16 +102,21 @@ class Compiler:
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[StepForms, Step]]:
     def made(
-        compiler: Compiler, *buckets: int, spec: RankSpec | None = None, has_split_head: bool = False, **facts: str
+        compiler: Compiler,
+        *buckets: int,
+        spec: RankSpec | None = None,
+        step: Step | None = None,
+        is_cut: bool = False,
+        **facts: str,
     ) -> tuple[StepForms, Step]:
         module = ModuleType("fake_compiler")
         module.compiled = compiler  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "fake_compiler", module)
-        monkeypatch.setattr(graph, "COMPILERS", {"inductor": "fake_compiler"})
+        monkeypatch.setattr(graph, "COMPILERS", {"inductor": Record("fake_compiler", is_cut)})
         spec = spec or rank_specs(tmp_path, ParallelConfig())[0]
         mode = "inductor" if buckets else "eager"
         spec = with_engine(spec, exe_mode=mode, buckets=buckets, compile_cache=str(tmp_path))
-        step = Step(has_split_head)
+        step = step or Step()
         return StepForms(step, spec, {"model": "m", "dtype": "float32", **facts}), step  # type: ignore[arg-type]
 
     return made
@@ -124,7 +166,7 @@ def test_a_group_with_fewer_takes_part_in_the_size_of_the_fullest(make: Make) ->
 def test_all_sizes_are_compiled_before_the_first_step_and_none_later(make: Make) -> None:
     compiler = Compiler()
     forms, _ = make(compiler, SLOTS, 1, 4)
-    assert [size for size, _ in compiler.asked] == [1, 4, SLOTS] and forms.num_compilations == 3
+    assert [size for size, _ in compiler.asked] == [SLOTS, 4, 1] and forms.num_compilations == 3
     for count in (1, 7, 2, SLOTS, 3):
         forms.run(list(range(count)), (), num_seqs=count)
     assert len(compiler.asked) == 3 and forms.num_compilations == 3
@@ -165,7 +207,7 @@ def test_a_graph_depends_on_everything_that_shapes_it(make: Make, tmp_path: Path
 def test_sizes_have_places_of_their_own_and_new_code_has_not(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = Compiler()
     make(compiler, 1, SLOTS)
-    (_, small), (_, large) = compiler.asked
+    (_, large), (_, small) = compiler.asked
     assert small.path != large.path and small.facts != large.facts
     monkeypatch.setattr(graph, "code_digest", lambda: "new")
     make(compiler, SLOTS)
@@ -182,18 +224,45 @@ def test_the_shape_of_the_state_is_a_fact(make: Make, monkeypatch: pytest.Monkey
 
 def test_a_split_head_has_one_more_form_for_those_who_take_the_best(make: Make) -> None:
     compiler = Compiler()
-    forms, step = make(compiler, 4, 16, has_split_head=True)
+    forms, step = make(compiler, 4, 16, step=Step(has_split_head=True))
     assert [(num_seqs, "best" in entry.name) for num_seqs, entry in compiler.asked] == [
-        (4, False),
-        (4, True),
         (16, False),
         (16, True),
+        (4, False),
+        (4, True),
     ]
     assert forms.num_compilations == 4 and len({entry.name for _, entry in compiler.asked}) == 4
     for wanted in (1, 0, 64):  # of more candidates than one a graph looks at all logits
         forms.run([2], (9,), num_seqs=1, num_candidates=wanted)
     assert step.num_candidates == [1, 0, 0]
-    eager, step = make(Compiler(), has_split_head=True)
+    eager, step = make(Compiler(), step=Step(has_split_head=True))
     for wanted in (1, 0, 64):
         eager.run([2], (9,), num_seqs=1, num_candidates=wanted)
     assert step.num_candidates == [1, 0, 64]
+
+
+def test_a_graph_that_cannot_call_the_host_is_cut_where_somebody_is_bound(make: Make) -> None:
+    compiler = Compiler()
+    forms, step = make(compiler, 4, is_cut=True, step=Step(has_split_head=True, bound={3, 5}))
+    assert [entry.facts["part"] for _, entry in compiler.asked] == ["free", "best", "line", "verify"]
+    assert forms.num_compilations == 4 and len({entry.path for _, entry in compiler.asked}) == 4
+    drawn, counts, logits = forms.run([2, 1], (9, 9), num_seqs=1)
+    assert step.parts == ["free"] and counts.tolist() == [2, 1]
+    drawn, counts, logits = forms.run([2, 5], (9, 9), num_seqs=1)
+    assert step.parts == ["free", "line", "masks", "verify"] and counts.tolist() == [2, 5] and len(drawn) == len(logits) == 2
+    forms.run([2], (9,), num_seqs=1, num_candidates=1)
+    assert step.parts[4:] == ["free"] and step.num_candidates == [0, 0, 1]
+
+
+def test_where_nobody_is_ever_bound_nothing_is_cut(make: Make) -> None:
+    compiler = Compiler()
+    make(compiler, 4, is_cut=True)
+    assert [entry.facts["part"] for _, entry in compiler.asked] == ["free"]
+
+
+def test_a_graph_that_can_call_the_host_is_whole(make: Make) -> None:
+    compiler = Compiler()
+    forms, step = make(compiler, 4, step=Step(bound={1}))
+    assert [entry.facts["part"] for _, entry in compiler.asked] == ["whole"]
+    forms.run([1], (9,), num_seqs=1)
+    assert step.parts == ["whole"]

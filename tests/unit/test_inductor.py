@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from longcat_pd.engine import inductor
 from longcat_pd.engine.compile_cache import CacheEntry
@@ -24,6 +24,13 @@ class Step(nn.Module):
         self.state = nn.Buffer(torch.zeros(4, dtype=torch.int64))
         self.part = nn.Linear(2, 2)
         self.again = self.part  # a part that two others share
+
+    def examples(self, num_seqs: int) -> tuple[Tensor, ...]:
+        return (torch.zeros(num_seqs, dtype=torch.int64),)
+
+
+def compiled(part: Any, entry: CacheEntry) -> tuple[Any, bool]:
+    return inductor.compiled(part, 2, entry)
 
 
 class Graph:
@@ -48,7 +55,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 def test_a_machine_without_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"engine\.exe_mode=inductor: needs g\+\+ on this machine") as caught:
-        inductor.compiled(Step(), 2, 0, CacheEntry(tmp_path / "c", "m", {}))
+        compiled(Step(), CacheEntry(tmp_path / "c", "m", {}))
     assert caught.value.param == "engine.exe_mode"
     assert not (tmp_path / "c").exists()
 
@@ -56,7 +63,7 @@ def test_a_machine_without_the_compiler(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"engine\.compile_cache=.*file/c: Not a directory") as caught:
-        inductor.compiled(Step(), 2, 0, CacheEntry(tmp_path / "file" / "c", "m", {}))
+        compiled(Step(), CacheEntry(tmp_path / "file" / "c", "m", {}))
     assert caught.value.param == "engine.compile_cache"
 
 
@@ -65,16 +72,16 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_compiled(
 ) -> None:
     """What is fresh in it may be used all the same."""
     entry = CacheEntry(tmp_path, "m", {"code": "0"})
-    inductor.compiled(Step(), 2, 0, entry)
+    compiled(Step(), entry)
 
     def refused(dir: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refused)
-    _, is_new = inductor.compiled(Step(), 2, 0, entry)
+    _, is_new = compiled(Step(), entry)
     assert not is_new and len(compilations) == 1
     with pytest.raises(ConfigError, match=r"engine\.compile_cache=.*: Permission denied"):
-        inductor.compiled(Step(), 2, 0, CacheEntry(tmp_path, "m", {"code": "1"}))
+        compiled(Step(), CacheEntry(tmp_path, "m", {"code": "1"}))
     assert len(compilations) == 1
 
 
@@ -83,20 +90,20 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, mode: int)
     (tmp_path / "c").mkdir()
     (tmp_path / "c").chmod(mode)
     with pytest.raises(ConfigError, match="writable by nobody else"):
-        inductor.compiled(Step(), 2, 0, CacheEntry(tmp_path / "c", "m", {}))
+        compiled(Step(), CacheEntry(tmp_path / "c", "m", {}))
 
 
 def test_a_new_folder_is_this_user_s_alone(tmp_path: Path, compilations: list[None]) -> None:
-    inductor.compiled(Step(), 2, 0, CacheEntry(tmp_path / "a" / "b", "m", {}))
+    compiled(Step(), CacheEntry(tmp_path / "a" / "b", "m", {}))
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
 
 
 def test_shapes_of_tensors_and_versions_are_facts(tmp_path: Path, compilations: list[None]) -> None:
     entry = CacheEntry(tmp_path, "m", {"code": "0"})
-    assert inductor.compiled(Step(), 2, 0, entry)[1]
+    assert compiled(Step(), entry)[1]
     facts = stored(entry)
-    assert not inductor.compiled(Step(), 2, 0, entry)[1]
-    assert inductor.compiled(Step(4), 2, 0, entry)[1]
+    assert not compiled(Step(), entry)[1]
+    assert compiled(Step(4), entry)[1]
     assert {*facts} == {"code", "torch", "python", "compiler", "processor", "options", "tensors"}
     assert facts["torch"] == torch.__version__ and all(facts.values())
     # each tensor once, parameters of a module before its buffers

@@ -19,6 +19,7 @@ from longcat_pd.kernels.drawing_ops import ENDS, IN_PROMPT, Edits
 from longcat_pd.kernels.reference.sampling import (
     draw,
     draw_edited,
+    draw_edited_static,
     draw_static,
     edited,
     keyed_uniform,
@@ -217,7 +218,7 @@ def edits_of(num_rows: int, num_ids: int, *, seed: int) -> Edits:
     bias = some([0.0, 1.0, -1.0, 100.0, 0.1], num_seqs, 5).float()
     bias[0] = 0.0
     return Edits(
-        counts=some([0, 0, 0, 1, 2, 7], num_seqs, num_ids).int(),
+        counts=some([0, 0, 0, 1, 2, 7], num_seqs, num_ids).float(),
         flags=some([0, 0, IN_PROMPT, ENDS, IN_PROMPT | ENDS], num_seqs, num_ids).to(torch.uint8),
         bias_ids=bias_ids,
         bias=bias,
@@ -267,6 +268,7 @@ def test_an_edited_draw_is_its_definition(kind: str, num_rows: int, num_ids: int
         wanted.append(defined(other, t, k, top_p=p, floor=f, uniform=u) if max(other) > -math.inf else 0)
     sealed = kernels.load("cpu", exe_mode="inductor").draw_edited
     assert draw_edited(logits, edits, **rules).tolist() == wanted
+    assert draw_edited_static(logits, edits, **rules).tolist() == wanted
     assert sealed(logits, edits, **rules).tolist() == wanted
     assert torch.equal(logits, before)
 
@@ -276,7 +278,10 @@ def test_masks_that_bind_nothing_may_have_any_width() -> None:
     logits, rules = logits_of("spread", 40, 1000, seed=1), rules_of(40, 1000, seed=2)
     edits = edits_of(40, 1000, seed=3)._replace(is_bound=torch.zeros(40, dtype=torch.bool))
     wanted = draw_edited(logits, edits, **rules)
-    assert torch.equal(draw_edited(logits, edits._replace(masks=edits.masks[:, :1]), **rules), wanted)
+    for num_words in (0, 1):
+        narrow = edits._replace(masks=edits.masks[:, :num_words])
+        assert torch.equal(draw_edited(logits, narrow, **rules), wanted)
+        assert torch.equal(draw_edited_static(logits, narrow, **rules), wanted)
 
 
 def of_row(edits: Edits, number: int) -> Edits:
@@ -304,22 +309,35 @@ def test_tables_are_not_read_for_rows_that_ask_for_nothing() -> None:
     assert not {event.key for event in profile.key_averages()} & {"aten::scatter_add", "aten::where", "aten::sort"}
 
 
-@pytest.mark.parametrize("name", ["keyed_uniform_static", "draw_static"])
-def test_a_graph_holds_only_what_converts(name: str) -> None:
-    logits, rules = logits_of("ties", 9, 20, seed=0), rules_of(9, 20, seed=0)
+def keyed_case() -> tuple[Callable[..., Tensor], tuple[Tensor, ...], Tensor]:
     keys = keys_of((1, -7, 2**63 - 1), (0,), (3, 4, 5))
-    if name == "keyed_uniform_static":
-        graph, wanted = make_fx(keyed_uniform_static)(*keys), keyed_uniform_static(*keys)
-        got = graph(*keys)
-    else:
-        columns = tuple(rules.values())
+    return keyed_uniform_static, keys, keyed_uniform(*keys)
 
-        def of_columns(logits: Tensor, *columns: Tensor) -> Tensor:
-            return draw_static(logits, **dict(zip(rules, columns, strict=True)))
 
-        graph, wanted = make_fx(of_columns)(logits, *columns), draw(logits, **rules)
-        got = graph(logits, *columns)
-    assert torch.equal(got, wanted)
+def drawn_case() -> tuple[Callable[..., Tensor], tuple[Tensor, ...], Tensor]:
+    logits, rules = logits_of("ties", 9, 20, seed=0), rules_of(9, 20, seed=0)
+
+    def of_columns(logits: Tensor, *columns: Tensor) -> Tensor:
+        return draw_static(logits, **dict(zip(rules, columns, strict=True)))
+
+    return of_columns, (logits, *rules.values()), draw(logits, **rules)
+
+
+def edited_case() -> tuple[Callable[..., Tensor], tuple[Tensor, ...], Tensor]:
+    logits, rules, edits = logits_of("ties", 9, 40, seed=0), rules_of(9, 40, seed=0), edits_of(9, 40, seed=0)
+
+    def of_columns(logits: Tensor, *columns: Tensor) -> Tensor:
+        own = dict(zip(rules, columns[: len(rules)], strict=True))
+        return draw_edited_static(logits, Edits(*columns[len(rules) :]), **own)
+
+    return of_columns, (logits, *rules.values(), *edits), draw_edited(logits, edits, **rules)
+
+
+@pytest.mark.parametrize("case", [keyed_case, drawn_case, edited_case])
+def test_a_graph_holds_only_what_converts(case: Callable[[], tuple[Callable[..., Tensor], tuple[Tensor, ...], Tensor]]) -> None:
+    function, arguments, wanted = case()
+    graph = make_fx(function)(*arguments)
+    assert torch.equal(graph(*arguments), wanted)
     found = {str(node.target).removeprefix("aten.") for node in graph.graph.nodes if node.op == "call_function"}
     assert "bitwise_and.Tensor" in found
     assert not (found | {name.split(".")[0] for name in found}) & FORBIDDEN

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from longcat_pd import kernels
+from longcat_pd.engine.masks import nobody_bound
 from longcat_pd.engine.plan import SlotSampling
 from longcat_pd.engine.request import MAX_BIAS
 from longcat_pd.engine.sampling_state import SamplingState
@@ -55,7 +57,7 @@ def test_what_is_known_of_a_sequence(state: SamplingState) -> None:
 def test_a_row_sees_the_drafts_before_it(state: SamplingState) -> None:
     slots, drafts = torch.tensor([2, 1]), torch.tensor([[3, 3], [6, 8]])
     positions = torch.tensor([[2, 3, 4], [5, 6, 7]])
-    rows = state.rows(slots, positions, drafts)
+    rows = state.rows(slots, positions, drafts, nobody_bound(3, slots))
     edits = rows.edits
     assert edits is not None
     assert edits.seqs.tolist() == [2, 2, 2, 1, 1, 1]
@@ -70,7 +72,7 @@ def test_a_row_sees_the_drafts_before_it(state: SamplingState) -> None:
 def test_only_what_stands_is_counted(state: SamplingState) -> None:
     before = state.counts.clone()
     tokens = torch.tensor([[4, 4, 6], [1, 1, 1], [11, 2, 2]])
-    state.count(torch.tensor([1, PADDING, 0]), tokens, torch.tensor([2, 0, 1]))
+    state.count(torch.tensor([1, PADDING, 0]), tokens, torch.tensor([2, 0, 1]), kernels.load("cpu").store)
     grown = (state.counts - before).nonzero().tolist()
     assert grown == [[0, 11], [1, 4]] and int(state.counts[1, 4]) == 3
 
@@ -81,7 +83,9 @@ def test_a_slot_forgets_its_former_tenant(state: SamplingState) -> None:
     assert state.flags[1].nonzero().flatten().tolist() == [2, 4]
     assert state.bias[1].nonzero().flatten().tolist() == [0] and int(state.bias_ids[1, 0]) == 3
     state.seat(1, known([2, 3], GREEDY, 1))
-    edits = state.rows(torch.tensor([1]), torch.tensor([[0]]), torch.empty((1, 0), dtype=torch.int64)).edits
+    slots = torch.tensor([1])
+    masks = nobody_bound(1, slots)
+    edits = state.rows(slots, torch.tensor([[0]]), torch.empty((1, 0), dtype=torch.int64), masks).edits
     assert edits is not None and not edits.bias[1].any() and not edits.is_early.any()
     assert [float(x) for x in (edits.frequency, edits.presence, edits.repetition)] == [0.0, 0.0, 1.0]
 

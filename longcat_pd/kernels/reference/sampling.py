@@ -1,7 +1,7 @@
 """Drawing tokens: one number for each key, filters, and the token that the number falls on.
 
-Two executions of one definition. ``draw`` looks at the data and does no more than the rows ask for; ``draw_static`` has one
-shape of work, made of operators that graph compilers of accelerators know. Both add the same fp64 numbers one after the
+Two executions of one definition. ``draw`` and ``draw_edited`` look at the data and do no more than the rows ask for; their
+static forms have one shape of work, made of operators that graph compilers of accelerators know. Both add the same fp64 numbers one after the
 other in the same order, so on a CPU they agree to the bit, and a row's token does not depend on the rows beside it. Of
 ``keyed_uniform`` too there is one in operators that those compilers know: they have no shifts and no exclusive or.
 """
@@ -21,6 +21,7 @@ MAX_ELEMENTS = 1 << 22  # logits that are drawn from at once: in fp64, sorted an
 # splitmix64's constants as signed integers, whose sums and products wrap around to the same bits.
 _ODD = 0x9E3779B97F4A7C15 - 2**64
 _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+_BITS = (*(1 << place for place in range(31)), -(1 << 31))  # of a word of a mask, the lowest first
 
 
 def keyed_uniform(seeds: Tensor, choices: Tensor, positions: Tensor) -> Tensor:
@@ -95,8 +96,18 @@ def draw_edited(logits: Tensor, edits: Edits, *, temperature: Tensor, **filters:
 def edited(logits: Tensor, edits: Edits) -> Tensor:
     """The logits [T, V] that ``ops.DrawEdited`` draws from. No row is calculated anew where masks are all that is asked."""
     x = _recalculated(logits, edits) if _is_recalculated(edits).any() else logits
+    return _masked(x, edits)
+
+
+def draw_edited_static(logits: Tensor, edits: Edits, **filters: Tensor) -> Tensor:
+    """See ``ops.DrawEdited``. Every row is calculated anew, whatever it asks for."""
+    return draw_static(_masked(_recalculated(logits, edits), edits), **filters)
+
+
+def _masked(x: Tensor, edits: Edits) -> Tensor:
+    """Without the ids that may not come."""
     is_allowed = _is_allowed(edits, x.shape[1])
-    is_late = ~(edits.is_early.unsqueeze(1) & (edits.flags[edits.seqs] & ENDS > 0)) & is_allowed
+    is_late = ~(edits.is_early.unsqueeze(1) & _has(edits.flags[edits.seqs], ENDS)) & is_allowed
     stays = torch.where(is_late.any(1, keepdim=True), is_late, is_allowed)  # an answer that can only end ends
     return x.masked_fill(~stays, -torch.inf)
 
@@ -104,20 +115,28 @@ def edited(logits: Tensor, edits: Edits) -> Tensor:
 def _recalculated(logits: Tensor, edits: Edits) -> Tensor:
     """Bias and penalties."""
     seqs, drafts = edits.seqs, edits.drafts
-    counts = edits.counts[seqs].scatter_add(1, drafts.clamp_min(0), (drafts >= 0).int())
+    counts = edits.counts[seqs].scatter_add(1, drafts.clamp_min(0), (drafts >= 0).to(edits.counts.dtype))
     is_used = counts > 0
     x = logits.double().scatter_add(1, edits.bias_ids[seqs], edits.bias[seqs].double())
     factor = edits.repetition.unsqueeze(1)
-    is_seen = is_used | (edits.flags[seqs] & IN_PROMPT > 0)
+    is_seen = is_used | _has(edits.flags[seqs], IN_PROMPT)
     x = torch.where(is_seen, torch.where(x > 0.0, x / factor, x * factor), x)
     return (x - edits.frequency.unsqueeze(1) * counts - edits.presence.unsqueeze(1) * is_used).float()
 
 
 def _is_allowed(edits: Edits, num_ids: int) -> Tensor:
     """What the masks leave, [T, V]. They may be narrower: ids behind their end are in no grammar."""
-    places = torch.arange(32, dtype=torch.int32, device=edits.masks.device)
-    bits = edits.masks.unsqueeze(2).bitwise_right_shift(places).bitwise_and(1).flatten(1)[:, :num_ids]
-    return torch.nn.functional.pad(bits > 0, (0, num_ids - bits.shape[1])) | ~edits.is_bound.unsqueeze(1)
+    num_rows, num_words = edits.masks.shape
+    if not num_words:
+        return torch.ones((num_rows, num_ids), dtype=torch.bool, device=edits.masks.device)
+    bits = torch.tensor(_BITS, dtype=torch.int32, device=edits.masks.device)
+    is_in = ((edits.masks.unsqueeze(2) & bits) != 0).flatten(1)[:, :num_ids]
+    return torch.nn.functional.pad(is_in, (0, num_ids - is_in.shape[1])) | ~edits.is_bound.unsqueeze(1)
+
+
+def _has(flags: Tensor, flag: int) -> Tensor:
+    """Where it is among the flags. Of two tensors, because compilers of accelerators know no bits of a tensor and a number."""
+    return (flags & torch.full((), flag, dtype=flags.dtype, device=flags.device)) != 0
 
 
 def _is_edited(edits: Edits) -> Tensor:
