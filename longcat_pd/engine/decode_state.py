@@ -165,7 +165,7 @@ class DecodeState(nn.Module):
         tables, starts = self.blocks[slots], self.starts[slots]
         return ForwardInputs(
             token_ids=token_ids.flatten(),
-            positions=positions.clamp_max(self.capacity - 1).flatten(),  # a late window may lie beyond the reservation
+            positions=positions.clamp(max=self.capacity - 1).flatten(),  # a late window may lie beyond the reservation
             row_seqs=torch.arange(batch, device=slots.device).unsqueeze(1).expand(-1, width).flatten(),
             slot_mapping=self._places(tables, starts, positions, is_real).flatten(),
             ngram_windows=ngram_windows,
@@ -189,7 +189,7 @@ class DecodeState(nn.Module):
         """Where cache entries are written; inside block 0 where the block is not kept here, or is nobody's."""
         size = self.shape.block_size
         numbers = positions // size
-        columns = (numbers // self._stride).clamp_max(self.shape.num_columns - 1)
+        columns = (numbers // self._stride).clamp(max=self.shape.num_columns - 1)
         is_kept = starts.gather(1, columns) == numbers * size
         if is_real is not None:
             is_kept = is_kept & is_real

@@ -159,7 +159,7 @@ class PartitionedKV:
         numbers = positions.clamp_min(0) // self._block_size
         columns = numbers // inputs.table_stride
         starts = inputs.block_starts[inputs.row_seqs]
-        known = columns.clamp_max(starts.shape[1] - 1)
+        known = columns.clamp(max=starts.shape[1] - 1)
         is_here = (positions >= 0) & (starts.gather(1, known) == numbers * self._block_size)
         return torch.where(is_here, columns * self._block_size + positions % self._block_size, -1)
 
