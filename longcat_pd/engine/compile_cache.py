@@ -2,7 +2,8 @@
 
 A graph is one file: an archive of what its compiler made and of the facts that this depends on, with a digest at the end.
 It is written whole or not at all, and read once: what is loaded is what was checked. What differs in a fact, or is damaged,
-is made anew. Graphs are executed, so the folder must be this user's alone. Knows no compiler; imports no torch.
+is made anew. A compiler that keeps files itself has a folder for each graph instead, whose name tells the facts apart.
+Graphs are executed, so folders must be this user's alone. Knows no compiler; imports no torch.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import tempfile
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import longcat_pd
@@ -38,7 +40,7 @@ def code_digest() -> str:
 
 def short_digest(facts: Facts) -> str:
     """Equal for equal facts; short enough for a file name."""
-    return hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:8]
+    return _whole_digest(facts)[:8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,21 @@ class CacheEntry:
             raise self._refusal(str(error.strerror)) from error
         if found.st_uid not in (os.getuid(), 0) or found.st_mode & _WRITABLE_BY_OTHERS:
             raise self._refusal("what lies there is executed, so it must be this user's and writable by nobody else")
+
+    def own_folder(self) -> Path:
+        """A folder for the files of this graph, for compilers that keep them themselves; those of other facts go.
+
+        Raises ConfigError if there can be none, or if others can write to it.
+        """
+        self.open_folder()
+        own = replace(self, folder=self.folder / f"{self.name}.{_whole_digest(self.facts)[:32]}")
+        for stale in self.folder.glob(f"{self.name}.*"):
+            if stale != own.folder:
+                logger().info("compile_cache_stale", graph=self.name, reason="changed")
+                shutil.rmtree(stale, ignore_errors=True)
+        own.open_folder()
+        own.probe()
+        return own.folder
 
     def probe(self) -> None:
         """Raises ConfigError if nothing can be stored, which is better known before a graph is compiled."""
@@ -122,6 +139,10 @@ class CacheEntry:
 
     def _refusal(self, why: str) -> ConfigError:
         return ConfigError(f"engine.compile_cache={self.folder}: {why}", param="engine.compile_cache")
+
+
+def _whole_digest(facts: Facts) -> str:
+    return hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()
 
 
 def _digest(data: bytes) -> bytes:

@@ -61,6 +61,7 @@ class StepForms:
         if engine.exe_mode in COMPILERS:
             shape = {
                 **facts,
+                "exe_mode": engine.exe_mode,
                 "layout": f"{spec.instance.parallel} rank {spec.rank}",
                 "state": repr(step.state.shape),
                 "unfused": " ".join(sorted(engine.unfused)),
