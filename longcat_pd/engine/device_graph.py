@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import platform
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -74,7 +75,9 @@ def _named(part: StepPart, name: str) -> MethodType:
 
 def _settle(tensors: list[Tensor]) -> None:
     """Their shapes never change, and nothing is traced anew while serving: that would be minutes, so it is an error."""
-    torch._dynamo.config.inline_inbuilt_nn_modules = False
+    with warnings.catch_warnings():  # of a release that has no choice any more
+        warnings.simplefilter("ignore", FutureWarning)
+        torch._dynamo.config.inline_inbuilt_nn_modules = False
     torch._dynamo.config.error_on_recompile = True
     for tensor in tensors:
         torch._dynamo.mark_static(tensor)

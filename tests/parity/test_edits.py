@@ -22,6 +22,7 @@ import torch
 from tokenizers import Tokenizer
 
 from longcat_pd.config.schema import ParallelConfig, RankSpec
+from longcat_pd.engine import graph
 from longcat_pd.engine.plan import SlotSampling
 from longcat_pd.engine.rank_model import load_rank_model
 from longcat_pd.engine.runner import ModelRunner
@@ -31,6 +32,7 @@ from longcat_pd.parallel.layout import ParallelLayout
 from longcat_pd.parallel.mesh import Mesh
 from longcat_pd.server.text import TokenBytes
 from longcat_pd.tiny.tokenizer import SPECIAL_TOKENS
+from tests import plain_parts
 from tests.compiled import Crowd, Life, Said, Work, compiled, compiler_warns, with_engine
 from tests.drafts import scripted
 from tests.parity.conftest import MakeCheckpoint
@@ -268,6 +270,20 @@ def test_two_ranks_say_what_the_loop_says(tiny: MakeCheckpoint, sizes: dict[str,
     port = specs[0].rendezvous_port
     found = on_ranks([replace(spec, rendezvous_port=port) for spec in specs], said_on_rank, Crowd(at_once=4, joining=2))
     assert found[0] == truth(path)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_a_step_that_is_cut_says_what_the_loop_says(
+    tiny: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_drafts: int
+) -> None:
+    """Where no graph can call the host: in one where nobody of a batch is bound, else in two with masks between them."""
+    monkeypatch.setattr(graph, "COMPILERS", {"inductor": graph.Compiler("tests.plain_parts", is_cut=True)})
+    plain_parts.RUN.clear()
+    path = tiny(VARIANT, with_tokenizer=True)
+    spec = compiled(spec_of(path, num_drafts, ParallelConfig()), tmp_path)
+    check(said_by(spec, Mesh.single(), Crowd(at_once=4, joining=2)), path)
+    ran = Counter(plain_parts.RUN)
+    assert {*ran} == {"free", "line", "verify"} and ran["line"] == ran["verify"]
 
 
 @pytest.mark.slow

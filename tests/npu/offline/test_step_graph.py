@@ -1,0 +1,216 @@
+"""The whole decode step as graphs of the real compiler: every operator converts, streams, cores and prefetches are where
+they belong, no copy is made of a cache, and what is compiled computes what eager mode does.
+
+A function of the table of operators: one that converts and is slow, and the product's own.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longcat_pd import kernels
+from longcat_pd.config.schema import ParallelConfig
+from longcat_pd.engine import compile_cache, ge_graph
+from longcat_pd.engine.compile_cache import CacheEntry, code_digest
+from longcat_pd.engine.decode_step import DecodeStep
+from longcat_pd.engine.grammar import Vocabulary
+from longcat_pd.engine.step_parts import Free, StepPart, parts_of
+from longcat_pd.kernels import NpuSettings, Ops
+from longcat_pd.kernels.npu.streams import SIDE_STREAM
+from longcat_pd.kernels.reference import table as reference
+from longcat_pd.tiny.tokenizer import train
+from tests.npu.device import install
+from tests.npu.offline import steps
+from tests.npu.offline.capture import CUBES, STREAM, VECTORS, Captured, ge_graph as capture, graph_of, ranks, run_eagerly
+from tests.npu.offline.real import SOCS
+from tests.npu.offline.shapes import fake
+from tests.npu.offline.stand_in_table import stand_ins
+from tests.npu.offline.steps import Size, config_of, kinds_of, make_step
+
+Table = Callable[[NpuSettings], Ops]
+ALL = NpuSettings(is_overlapped=True, is_prefetched=True, moe_cube_cores=8, moe_vector_cores=16, main_cube_cores=16)
+NUM_SEQS = 4
+
+
+def product(settings: NpuSettings) -> Ops:
+    return kernels.load("npu", exe_mode="ge_graph", npu=settings)
+
+
+TABLES: dict[str, Table] = {"stand-ins": stand_ins, "product": product}
+
+
+@pytest.fixture(params=TABLES)
+def table(request: pytest.FixtureRequest) -> Table:
+    made: Table = TABLES[request.param]
+    if made(NpuSettings()).paged_attention is reference().paged_attention:
+        pytest.skip("the product's table is not whole yet")
+    return made
+
+
+@pytest.fixture(autouse=True)
+def as_the_product_traces() -> Iterator[None]:
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+
+
+def graph_of_part(part: StepPart, soc: str) -> Captured:
+    found = capture(part.forward, *part.examples(NUM_SEQS), soc=soc)
+    print(f"{part.name}: {len(found.nodes)} nodes: {kinds_of(found.histogram())}")
+    return found
+
+
+def cache_reads(step: DecodeStep, graph: Captured) -> list[str]:
+    """Types of the nodes that read a cache, each an input of the graph."""
+    shapes = {tuple(t.shape) for t in step._model.stack._layers[0].first.attention.front._cache.buffers()}
+    sources = [node for node in graph.of("Data") if any(shape in shapes for shape in node.shapes)]
+    assert len(sources) >= 2
+    return [reader.type for source in sources for reader in graph.readers(source)]
+
+
+@pytest.mark.parametrize("soc", SOCS)
+@pytest.mark.parametrize(("variant", "num_drafts"), [("2.0", 3), ("chat", 3), ("lite", 0)])
+def test_a_step_is_one_graph(table: Table, soc: str, variant: str, num_drafts: int) -> None:
+    """That there is a graph says that everything converts: the tracer has to take it whole, and no converter is missing."""
+    with fake(soc):
+        step = make_step(config_of(variant, "num_layers=2"), table(ALL), Size(num_drafts=num_drafts))
+        found = graph_of_part(Free(step), soc)
+        assert not {"TensorMove", "Cast"} & {*cache_reads(step, found)}
+        # two halves of two layers and, as far as there are drafts, their rounds
+        assert len(found.of("Cmo")) >= 2 * 4
+        labelled = [node for node in found.nodes if STREAM in node.attrs]
+        assert {node.attrs[STREAM] for node in labelled} == {SIDE_STREAM}
+        assert {(node.attrs[CUBES], node.attrs[VECTORS]) for node in labelled} == {("8", "16")}
+        beside = [node for node in found.nodes if CUBES in node.attrs and STREAM not in node.attrs]
+        assert {(node.attrs[CUBES], node.attrs[VECTORS]) for node in beside} == {("16", "24")}
+        assert {"TopKV2", "MoeGatingTopK"} & {node.type for node in labelled}, "the router is beside"
+        assert not {"FusedInferAttentionScore", "SparseFlashAttention", "MlaPrologV3"} & {node.type for node in labelled}
+
+
+@pytest.mark.parametrize("soc", SOCS)
+def test_nothing_runs_beside_anything_where_it_is_not_asked_for(table: Table, soc: str) -> None:
+    with fake(soc):
+        step = make_step(config_of("chat", "num_layers=1"), table(NpuSettings()), Size(num_drafts=0))
+        found = graph_of_part(Free(step), soc)
+    assert not found.of("Cmo") and not any(STREAM in node.attrs or CUBES in node.attrs for node in found.nodes)
+
+
+@pytest.mark.parametrize("soc", SOCS)
+def test_both_parts_of_a_step_that_is_cut_are_graphs(table: Table, soc: str) -> None:
+    with fake(soc):
+        vocabulary = Vocabulary(train(300).to_str(), 1024, [2])
+        step = make_step(config_of("2.0", "num_layers=1"), table(ALL), Size(), vocabulary=vocabulary)
+        parts = parts_of(step, is_cut=True)
+        assert [part.name for part in parts] == ["free", "line", "verify"]
+        free, line, verify = (len(graph_of_part(part, soc).nodes) for part in parts)
+        assert max(line, verify) < free
+
+
+# -- collectives
+
+
+@pytest.fixture
+def world() -> Iterator[dist.ProcessGroup]:
+    with ranks(8) as group:
+        yield group
+
+
+# -- the cache of compiled methods
+
+
+@pytest.fixture
+def small(table: Table) -> Iterator[DecodeStep]:
+    with fake():
+        yield make_step(config_of("chat", "num_layers=1"), table(NpuSettings()), Size(num_drafts=0))
+
+
+def folders(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.iterdir())
+
+
+def entry(cache: Path, num_seqs: int, **facts: str) -> CacheEntry:
+    return CacheEntry(cache, f"m-seqs{num_seqs}-free", {"code": code_digest(), "num_seqs": str(num_seqs), **facts})
+
+
+def test_sizes_and_facts_have_folders_of_their_own(
+    small: DecodeStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = Free(small)
+    graphs = [graph_of(ge_graph.compiled, part, num_seqs, entry(tmp_path, num_seqs)) for num_seqs in (4, 8)]
+    assert len(graphs[0].nodes) == len(graphs[1].nodes)
+    four, eight = folders(tmp_path)
+    (file,) = (tmp_path / four).rglob("compiled_module")
+    assert file.parent.name == "decode_4_free"
+    assert [path.parent.name for path in (tmp_path / eight).rglob("compiled_module")] == ["decode_8_free"]
+    before = file.stat().st_mtime_ns
+    again = graph_of(ge_graph.compiled, part, 4, entry(tmp_path, 4))
+    assert again.histogram() == graphs[0].histogram() and file.stat().st_mtime_ns == before, "loaded, not compiled"
+    monkeypatch.setattr(compile_cache, "code_digest", lambda: "other code")
+    graph_of(ge_graph.compiled, part, 4, entry(tmp_path, 4, code="other code"))
+    changed, same = folders(tmp_path)
+    assert same == eight and changed.partition(".")[0] == four.partition(".")[0] and changed != four
+
+
+# -- numbers
+
+
+def seated(table: Table, variant: str, num_drafts: int) -> DecodeStep:
+    """A step on the host, with weights and with sequences in its slots."""
+    torch.manual_seed(3)
+    size = Size(num_drafts=num_drafts, device="cpu", dtype=torch.float32, num_blocks=40)
+    step = make_step(config_of(variant, "num_layers=1"), table(ALL), size)
+    for tensor in step.parameters():
+        tensor.data.copy_(torch.randn(tensor.shape) * 0.05)
+    state = step.state
+    for slot, length in zip(range(NUM_SEQS), (5, 130, 260, 2), strict=True):
+        num_blocks = -(-(length + 8) // size.block_size)
+        state.blocks[slot, :num_blocks] = torch.arange(num_blocks) + 1 + 8 * slot
+        state.starts[slot, :num_blocks] = torch.arange(num_blocks) * size.block_size
+        state.num_tokens[slot] = length
+        state.recent[slot] = torch.randint(32, 1000, state.recent.shape[1:])
+        state.final[slot] = torch.randn(state.final.shape[1:])
+        state.sampling.temperature[slot] = 0.7 * (slot % 2)
+        state.sampling.frequency[slot] = 0.5 * (slot > 1)
+    for cached in step._model.stack._layers[0].first.attention.front._cache.buffers():
+        cached.copy_(torch.randn(cached.shape))
+    return step
+
+
+@pytest.mark.parametrize(("variant", "num_drafts"), [("2.0", 3), ("chat", 0)])
+def test_what_is_compiled_computes_what_eager_mode_does(table: Table, variant: str, num_drafts: int) -> None:
+    """Of torch's graph behind torchair's own passes: tokens, counts, and all that is written."""
+    install()
+    slots = torch.tensor([1, 0, 3, 2])
+    eager, other = (seated(table, variant, num_drafts) for _ in range(2))
+    tensors = {name: tensor.clone() for name, tensor in eager.named_buffers()}
+    with torch.no_grad():
+        wanted = [Free(eager)(slots) for _ in range(2)]
+    compiled = Free(other)
+    found = [run_eagerly(compiled.forward, slots) for _ in range(2)]
+    for one, expected in zip(itertools.chain(*found), itertools.chain(*wanted), strict=True):
+        assert torch.equal(one, expected) if one.dtype == torch.int64 else torch.allclose(one, expected, atol=1e-4)
+    written = set()
+    for (name, one), (_, expected) in zip(other.named_buffers(), eager.named_buffers(), strict=True):
+        assert torch.allclose(one.double(), expected.double(), atol=1e-4, equal_nan=True), name
+        written |= {name} if not torch.equal(expected, tensors[name]) else set()
+    assert {"state.recent", "state.num_tokens", "state.sampling.counts"} <= written and len(written) >= 5
+
+
+def test_draws_convert_and_are_those_of_the_reference() -> None:
+    """Bit for bit, through the compiler's passes."""
+    logits, columns = torch.randn(6, 300), {"temperature": 0.9, "top_p": 0.8, "floor": -3.0, "uniform": 0.4}
+    rules = {name: torch.full((6,), value, dtype=torch.float64) for name, value in columns.items()}
+    rules["top_k"] = torch.tensor([0, 1, 5, 0, 300, 7])
+    static, plain = stand_ins(NpuSettings()).draw, reference().draw
+
+    def drawn(logits: Tensor, *columns: Tensor) -> Tensor:
+        return static(logits, **dict(zip(rules, columns, strict=True)))
+
+    assert torch.equal(run_eagerly(drawn, logits, *rules.values()), plain(logits, **rules))
+
+
+assert steps and ParallelConfig
