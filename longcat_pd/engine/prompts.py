@@ -127,4 +127,5 @@ def _rows_of(known: SamplingState | None, states: Sequence[SlotState], positions
     if known is None:
         return SamplingRows.of([state.sampling for state in states], positions.device)
     places = torch.arange(len(states), device=positions.device)
-    return known.rows(places, positions.unsqueeze(1), positions.new_empty((len(states), 0)))
+    no_drafts = positions.new_empty((len(states), 0))
+    return known.rows(places, positions.unsqueeze(1), no_drafts, known.grammars(places, no_drafts))
