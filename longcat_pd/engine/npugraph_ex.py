@@ -33,9 +33,7 @@ class CaptureOptions:
     super_kernel_optimize: bool = False
 
 
-def compiled(
-    part: StepPart, num_seqs: int, entry: CacheEntry, options: CaptureOptions | None = None
-) -> tuple[Form, bool]:
+def compiled(part: StepPart, num_seqs: int, entry: CacheEntry, options: CaptureOptions | None = None) -> tuple[Form, bool]:
     """A part of the step for ``num_seqs`` slots as one graph, and whether it had to be compiled.
 
     Raises:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longcat_pd.engine.masks import nobody_bound
 from longcat_pd.engine.decode_state import DecodeShape, DecodeState, put
 from longcat_pd.engine.inputs import NOWHERE
+from longcat_pd.engine.masks import nobody_bound
 from longcat_pd.engine.plan import SlotSampling
 from longcat_pd.engine.slots import SlotState
 from longcat_pd.kv_cache.block_pool import GroupPool

@@ -98,7 +98,11 @@ def test_a_part_is_run_once_as_it_will_be(mode: Any, compiler: Compiler, tmp_pat
     form, is_new = mode.compiled(part(step), 4, entry(tmp_path))
     assert is_new and step.calls == [([9] * 4, True)] and compiler.compiled == ["decode_4_free"]
     with torch.inference_mode():
-        assert [found.tolist() for found in form(torch.tensor([1, 2, 3, 9]))] == [[1, 2, 3, 9], [2, 3, 4, 10], [3, 4, 5, 11]]
+        assert [found.tolist() for found in form(torch.tensor([1, 2, 3, 9]))] == [
+            [1, 2, 3, 9],
+            [2, 3, 4, 10],
+            [3, 4, 5, 11],
+        ]
     assert compiler.compiled == ["decode_4_free"]
 
 

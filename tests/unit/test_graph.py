@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -66,7 +65,13 @@ class Step(nn.Module):
         return slots + 200, slots > 0
 
     def verify(
-        self, slots: Tensor, line: Tensor, masks: tuple[Tensor, Tensor], *, lengths: tuple[int, ...], num_candidates: int = 0
+        self,
+        slots: Tensor,
+        line: Tensor,
+        masks: tuple[Tensor, Tensor],
+        *,
+        lengths: tuple[int, ...],
+        num_candidates: int = 0,
     ) -> Found:
         self.parts.append("verify")
         assert torch.equal(line, slots + 100) and torch.equal(masks[0], slots + 200)
@@ -86,9 +91,7 @@ class Compiler:
         self.stored = stored
         self.asked: list[tuple[int, CacheEntry]] = []
 
-    def __call__(
-        self, part: StepPart, num_seqs: int, entry: CacheEntry
-    ) -> tuple[Callable[..., tuple[Tensor, ...]], bool]:
+    def __call__(self, part: StepPart, num_seqs: int, entry: CacheEntry) -> tuple[Callable[..., tuple[Tensor, ...]], bool]:
         self.asked.append((num_seqs, entry))
 
         def form(*arguments: Tensor) -> tuple[Tensor, ...]:
@@ -249,7 +252,9 @@ def test_a_graph_that_cannot_call_the_host_is_cut_where_somebody_is_bound(make: 
     drawn, counts, logits = forms.run([2, 1], (9, 9), num_seqs=1)
     assert step.parts == ["free"] and counts.tolist() == [2, 1]
     drawn, counts, logits = forms.run([2, 5], (9, 9), num_seqs=1)
-    assert step.parts == ["free", "line", "masks", "verify"] and counts.tolist() == [2, 5] and len(drawn) == len(logits) == 2
+    assert (
+        step.parts == ["free", "line", "masks", "verify"] and counts.tolist() == [2, 5] and len(drawn) == len(logits) == 2
+    )
     forms.run([2], (9,), num_seqs=1, num_candidates=1)
     assert step.parts[4:] == ["free"] and step.num_candidates == [0, 0, 1]
 

@@ -334,7 +334,9 @@ def edited_case() -> tuple[Callable[..., Tensor], tuple[Tensor, ...], Tensor]:
 
 
 @pytest.mark.parametrize("case", [keyed_case, drawn_case, edited_case])
-def test_a_graph_holds_only_what_converts(case: Callable[[], tuple[Callable[..., Tensor], tuple[Tensor, ...], Tensor]]) -> None:
+def test_a_graph_holds_only_what_converts(
+    case: Callable[[], tuple[Callable[..., Tensor], tuple[Tensor, ...], Tensor]],
+) -> None:
     function, arguments, wanted = case()
     graph = make_fx(function)(*arguments)
     assert torch.equal(graph(*arguments), wanted)

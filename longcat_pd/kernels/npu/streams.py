@@ -1,6 +1,6 @@
 """Work beside other work: the experts on a stream of their own, and weights that are fetched before they are needed.
 
-In a graph streams are labels of nodes, which torchair's scopes set; executed as it stands, they are streams. Knows no layer.
+In a graph streams are labels of nodes, set by torchair's scopes; executed as it stands, they are streams. Knows no layer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ SIDE_STREAM = "experts"
 
 def with_streams(ops: Ops, settings: NpuSettings, *, exe_mode: str) -> Ops:
     """``ops`` with what the settings want of it. ``npugraph_ex`` captures one stream, so nothing runs beside it there."""
-    side, main = (settings.moe_cube_cores, settings.moe_vector_cores), (settings.main_cube_cores, settings.main_vector_cores)
+    side, main = (
+        (settings.cube_cores, settings.vector_cores),
+        (settings.main_cube_cores, settings.main_vector_cores),
+    )
     forms: dict[str, Callable[[Cores, Cores], Overlap]] = {"eager": _on_streams, "ge_graph": _in_graph}
     if settings.is_overlapped and exe_mode in forms:
         ops = replace(ops, overlap=forms[exe_mode](side, main))

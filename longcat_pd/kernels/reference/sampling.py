@@ -1,9 +1,10 @@
 """Drawing tokens: one number for each key, filters, and the token that the number falls on.
 
 Two executions of one definition. ``draw`` and ``draw_edited`` look at the data and do no more than the rows ask for; their
-static forms have one shape of work, made of operators that graph compilers of accelerators know. Both add the same fp64 numbers one after the
-other in the same order, so on a CPU they agree to the bit, and a row's token does not depend on the rows beside it. Of
-``keyed_uniform`` too there is one in operators that those compilers know: they have no shifts and no exclusive or.
+static forms have one shape of work, made of operators that graph compilers of accelerators know. Both add the same fp64
+numbers one after the other in the same order, so on a CPU they agree to the bit, and a row's token does not depend on the
+rows beside it. Of ``keyed_uniform`` too there is one in operators that those compilers know: they have no shifts and no
+exclusive or.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def _is_allowed(edits: Edits, num_ids: int) -> Tensor:
 
 
 def _has(flags: Tensor, flag: int) -> Tensor:
-    """Where it is among the flags. Of two tensors, because compilers of accelerators know no bits of a tensor and a number."""
+    """Where it is among the flags. A tensor too: compilers of accelerators know no bits of a tensor and a number."""
     return (flags & torch.full((), flag, dtype=flags.dtype, device=flags.device)) != 0
 
 

@@ -70,7 +70,7 @@ def mla_prolog(
     scales: PrologScales,
 ) -> tuple[Tensor, Tensor]:
     by = PrologWeights(*weights)
-    (heads, nope_width, kv_rank), q_rank = by.key_up.shape, by.q_norm.shape[0]
+    (heads, nope_width, _), q_rank = by.key_up.shape, by.q_norm.shape[0]
     q_lora = rms_norm(x @ by.down[:, :q_rank], by.q_norm, scales.eps)
     q = (q_lora @ by.q_up).view(x.shape[0], heads, -1)
     mla_store(x, rotation, weights=weights, slots=slots, cache=cache, scales=scales)
@@ -135,7 +135,9 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     batch, rows, heads, _ = q.shape
     keys = torch.cat((latent, rope), -1)[block_tables].view(batch, -1, q.shape[-1]).float()
-    scores = torch.bmm(q.reshape(batch, rows * heads, -1).float(), keys.transpose(1, 2)).view(batch, rows, heads, -1) * scale
+    scores = (
+        torch.bmm(q.reshape(batch, rows * heads, -1).float(), keys.transpose(1, 2)).view(batch, rows, heads, -1) * scale
+    )
     hidden = positions_of(block_starts, latent.shape[1]).view(batch, 1, 1, -1) > positions.view(batch, rows, 1, 1)
     return weighed(scores, hidden, keys[..., : latent.shape[-1]])
 

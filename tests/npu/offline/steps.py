@@ -39,8 +39,8 @@ SPARSE_WIDTHS = ("index_head_dim=128", "index_n_heads=4")
 
 def config_of(variant: str, *overrides: str) -> ModelConfig:
     """A tiny configuration of the family with the device's widths."""
-    sparse = SPARSE_WIDTHS if variant in ("2.0", "lite-sparse") else ()
-    return ModelConfig.from_dict(make_config(variant, (*WIDTHS, *sparse, *overrides), dtype="bfloat16"))
+    more = {"2.0": SPARSE_WIDTHS, "lite-sparse": SPARSE_WIDTHS, "lite": ("emb_neighbor_num=3",)}.get(variant, ())
+    return ModelConfig.from_dict(make_config(variant, (*WIDTHS, *more, *overrides), dtype="bfloat16"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longcat_pd import kernels
 from longcat_pd.config.schema import ParallelConfig
-from longcat_pd.engine import compile_cache, ge_graph
+from longcat_pd.engine import ge_graph
 from longcat_pd.engine.compile_cache import CacheEntry, code_digest
 from longcat_pd.engine.decode_step import DecodeStep
 from longcat_pd.engine.grammar import Vocabulary
@@ -26,14 +26,15 @@ from longcat_pd.kernels.reference import table as reference
 from longcat_pd.tiny.tokenizer import train
 from tests.npu.device import install
 from tests.npu.offline import steps
-from tests.npu.offline.capture import CUBES, STREAM, VECTORS, Captured, ge_graph as capture, graph_of, ranks, run_eagerly
+from tests.npu.offline.capture import CUBES, STREAM, VECTORS, Captured, graph_of, ranks, run_eagerly
+from tests.npu.offline.capture import ge_graph as capture
 from tests.npu.offline.real import SOCS
 from tests.npu.offline.shapes import fake
 from tests.npu.offline.stand_in_table import stand_ins
 from tests.npu.offline.steps import Size, config_of, kinds_of, make_step
 
 Table = Callable[[NpuSettings], Ops]
-ALL = NpuSettings(is_overlapped=True, is_prefetched=True, moe_cube_cores=8, moe_vector_cores=16, main_cube_cores=16)
+ALL = NpuSettings(is_overlapped=True, is_prefetched=True, cube_cores=8, vector_cores=16, main_cube_cores=16)
 NUM_SEQS = 4
 
 
@@ -136,9 +137,7 @@ def entry(cache: Path, num_seqs: int, **facts: str) -> CacheEntry:
     return CacheEntry(cache, f"m-seqs{num_seqs}-free", {"code": code_digest(), "num_seqs": str(num_seqs), **facts})
 
 
-def test_sizes_and_facts_have_folders_of_their_own(
-    small: DecodeStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_and_facts_have_folders_of_their_own(small: DecodeStep, tmp_path: Path) -> None:
     part = Free(small)
     graphs = [graph_of(ge_graph.compiled, part, num_seqs, entry(tmp_path, num_seqs)) for num_seqs in (4, 8)]
     assert len(graphs[0].nodes) == len(graphs[1].nodes)
@@ -149,7 +148,7 @@ def test_sizes_and_facts_have_folders_of_their_own(
     before = file.stat().st_mtime_ns
     again = graph_of(ge_graph.compiled, part, 4, entry(tmp_path, 4))
     assert again.histogram() == graphs[0].histogram() and file.stat().st_mtime_ns == before, "loaded, not compiled"
-    monkeypatch.setattr(compile_cache, "code_digest", lambda: "other code")
+    torch._dynamo.reset()  # as in a new process
     graph_of(ge_graph.compiled, part, 4, entry(tmp_path, 4, code="other code"))
     changed, same = folders(tmp_path)
     assert same == eight and changed.partition(".")[0] == four.partition(".")[0] and changed != four
@@ -195,6 +194,8 @@ def test_what_is_compiled_computes_what_eager_mode_does(table: Table, variant: s
         assert torch.equal(one, expected) if one.dtype == torch.int64 else torch.allclose(one, expected, atol=1e-4)
     written = set()
     for (name, one), (_, expected) in zip(other.named_buffers(), eager.named_buffers(), strict=True):
+        if name.endswith("grammars.number"):  # of a table, not of what is computed
+            continue
         assert torch.allclose(one.double(), expected.double(), atol=1e-4, equal_nan=True), name
         written |= {name} if not torch.equal(expected, tensors[name]) else set()
     assert {"state.recent", "state.num_tokens", "state.sampling.counts"} <= written and len(written) >= 5
