@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longcat_pd.config.resolve import compile_cache
 from longcat_pd.config.schema import EngineConfig, RankSpec
@@ -21,6 +22,7 @@ from longcat_pd.engine.compile_cache import CacheEntry, code_digest, short_diges
 from longcat_pd.engine.decode_step import DecodeStep, Found
 from longcat_pd.engine.step_parts import StepPart, parts_of
 from longcat_pd.log import logger
+from longcat_pd.parallel.traffic import Traffic
 
 Form = Callable[..., tuple[Tensor, ...]]
 Compile = Callable[[StepPart, int, CacheEntry], tuple[Form, bool]]
@@ -29,7 +31,7 @@ Compile = Callable[[StepPart, int, CacheEntry], tuple[Form, bool]]
 @dataclass(frozen=True, slots=True)
 class Compiler:
     """What is behind an exe_mode. ``module`` has ``compiled`` and is imported when the mode is chosen; ``is_cut``: its
-    graphs cannot call the host in their middle."""
+    graphs cannot call the host in their middle, neither for masks nor to count what collectives send."""
 
     module: str
     is_cut: bool
@@ -47,15 +49,18 @@ class StepForms:
 
     Args:
         facts: what the step depends on beside its configuration and its tensors.
+        traffic: of this rank, which graphs that cannot count are counted in.
     """
 
-    def __init__(self, step: DecodeStep, spec: RankSpec, facts: Mapping[str, str]) -> None:
+    def __init__(self, step: DecodeStep, spec: RankSpec, facts: Mapping[str, str], traffic: Traffic) -> None:
         self._step = step
+        self._traffic = traffic
         self._padding = step.state.padding
         self._padding_length = step.state.padding_length
         self._sizes: list[int] = []  # that are compiled, the smallest first
         self._forms: dict[tuple[int, str], Form] = {}  # by sequences and name of the part
         self.num_compilations = 0
+        self._talks = spec.instance.parallel.world_size > 1
         self._is_quiet = spec.rank > 0  # what one rank says, the others would repeat
         engine = spec.instance.engine
         if engine.exe_mode in COMPILERS:
@@ -106,6 +111,7 @@ class StepForms:
     def _compile(self, engine: EngineConfig, facts: Mapping[str, str], *, name: str) -> None:
         """All parts for all sizes, the largest first: what it needs of memory serves the others too."""
         compiler = COMPILERS[engine.exe_mode]
+        is_silent = compiler.is_cut and self._talks
         compile_part: Compile = importlib.import_module(compiler.module).compiled
         say = logger().debug if self._is_quiet else logger().info
         self._sizes = sorted(engine.buckets)
@@ -115,7 +121,21 @@ class StepForms:
             say("step_compiling", num_seqs=size, sizes=list(engine.buckets), part=part.name)
             shape = {**facts, "num_seqs": str(size), "part": part.name}
             entry = CacheEntry(compile_cache(engine), f"{name}-seqs{size}-{part.name}", shape)
-            self._forms[size, part.name], is_new = compile_part(part, size, entry)
+            form, is_new = compile_part(part, size, entry)
+            self._forms[size, part.name] = self._counted(form, part, size) if is_silent else form
             self.num_compilations += is_new
             seconds = round(time.monotonic() - began, 3)
             say("step_compiled", num_seqs=size, seconds=seconds, source="compiler" if is_new else "cache")
+
+    def _counted(self, form: Form, part: StepPart, num_seqs: int) -> Form:
+        """The form, whose every run counts as much as the part does as it stands; which is seen without computing it."""
+        with self._traffic.noted() as note, FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            part(*part.examples(num_seqs))
+        if not note.kinds:
+            return form
+
+        def run(*arguments: Tensor) -> tuple[Tensor, ...]:
+            self._traffic.repeat(note)
+            return form(*arguments)
+
+        return run

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from longcat_pd.config.schema import ParallelConfig, RankSpec
 from longcat_pd.engine import graph
@@ -20,6 +22,7 @@ from longcat_pd.engine.decode_step import Found
 from longcat_pd.engine.graph import Compiler as Record
 from longcat_pd.engine.graph import StepForms
 from longcat_pd.engine.step_parts import StepPart
+from longcat_pd.parallel.traffic import AxisTraffic, Traffic
 from tests.compiled import with_engine
 from tests.parity.gloo import rank_specs
 
@@ -42,10 +45,12 @@ class Step(nn.Module):
             padding_length=5,
             shape=SHAPE,
             num_tokens=torch.zeros(SLOTS + 1),
+            recent=torch.zeros((SLOTS + 1, 4), dtype=torch.int64),
             sampling=SimpleNamespace(grammars=grammars),
         )
         self.calls: list[tuple[list[int], tuple[int, ...]]] = []
         self.parts: list[str] = []
+        self.traffic = Traffic()
 
     def forward(self, slots: Tensor, lengths: tuple[int, ...], num_candidates: int = 0) -> Found:
         self.parts.append("whole")
@@ -78,8 +83,10 @@ class Step(nn.Module):
         return self._found(slots, lengths, num_candidates)
 
     def _found(self, slots: Tensor, lengths: tuple[int, ...], num_candidates: int) -> Found:
+        self.traffic.began("attn_tp", "all_reduce")
+        self.traffic.sent("attn_tp", 1, len(slots))
         self.num_candidates.append(num_candidates)
-        self.calls.append((slots.tolist(), lengths))
+        self.calls.append(([] if isinstance(slots, FakeTensor) else slots.tolist(), lengths))
         rows = slots.view(-1, 1)
         return rows.expand(-1, WINDOW), slots, rows.unsqueeze(2).expand(-1, WINDOW, VOCAB).float()
 
@@ -120,7 +127,8 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple
         mode = "inductor" if buckets else "eager"
         spec = with_engine(spec, exe_mode=mode, buckets=buckets, compile_cache=str(tmp_path))
         step = step or Step()
-        return StepForms(step, spec, {"model": "m", "dtype": "float32", **facts}), step  # type: ignore[arg-type]
+        forms = StepForms(step, spec, {"model": "m", "dtype": "float32", **facts}, step.traffic)  # type: ignore[arg-type]
+        return forms, step
 
     return made
 
@@ -257,6 +265,23 @@ def test_a_graph_that_cannot_call_the_host_is_cut_where_somebody_is_bound(make: 
     )
     forms.run([2], (9,), num_seqs=1, num_candidates=1)
     assert step.parts[4:] == ["free"] and step.num_candidates == [0, 0, 1]
+
+
+def test_graphs_that_cannot_count_are_counted_like_the_step_itself(make: Make, tmp_path: Path) -> None:
+    class Silent(Compiler):
+        def __call__(self, part: StepPart, num_seqs: int, entry: CacheEntry) -> Any:
+            return lambda slots: (slots, slots, slots), True
+
+    spec = rank_specs(tmp_path, ParallelConfig(attn_tp_size=2))[0]
+    forms, step = make(Silent(), 4, 8, is_cut=True, spec=spec)
+    eager, other = make(Compiler(), spec=spec)
+    for traffic in (step.traffic, other.traffic):
+        traffic.axes["attn_tp"], traffic.sent_to[1] = AxisTraffic(), 0
+    for slots in ([3], [1, 2, 3, 4, 5], [2]):
+        for some in (forms, eager):
+            some.run(slots, (9,) * len(slots), num_seqs=8 if len(slots) > 4 else 4)
+    assert step.traffic == other.traffic and step.traffic.axes["attn_tp"].sent_bytes == 16
+    assert [slots for slots, _ in step.calls] == [[], []], "nothing was computed"
 
 
 def test_where_nobody_is_ever_bound_nothing_is_cut(make: Make) -> None:

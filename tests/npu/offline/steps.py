@@ -56,6 +56,8 @@ class Size:
     device: str = "npu"
     dtype: torch.dtype = torch.bfloat16
     moe_dispatch: str = "gather"
+    num_groups: int = 1
+    group_size: int = 1
     int8: frozenset[str] = field(default=frozenset())
 
 
@@ -95,8 +97,8 @@ def make_step(
     shape = DecodeShape.of(
         engine,
         mesh.cache_shard,
-        num_groups=1,
-        group_size=mesh.axis("attn_tp").size,
+        num_groups=size.num_groups,
+        group_size=size.group_size,
         ngram_order=config.over_embedding.oe_neighbor_num if config.over_embedding is not None else 0,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,

@@ -5,6 +5,7 @@ A function of the table of operators: one that converts and is slow, and the pro
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,9 +24,11 @@ from longcat_pd.engine.step_parts import Free, StepPart, parts_of
 from longcat_pd.kernels import NpuSettings, Ops
 from longcat_pd.kernels.npu.streams import SIDE_STREAM
 from longcat_pd.kernels.reference import table as reference
+from longcat_pd.parallel.layout import ParallelLayout
+from longcat_pd.parallel.mesh import Mesh
+from longcat_pd.parallel.platform import platform_of
 from longcat_pd.tiny.tokenizer import train
 from tests.npu.device import install
-from tests.npu.offline import steps
 from tests.npu.offline.capture import CUBES, STREAM, VECTORS, Captured, graph_of, ranks, run_eagerly
 from tests.npu.offline.capture import ge_graph as capture
 from tests.npu.offline.real import SOCS
@@ -114,10 +117,49 @@ def test_both_parts_of_a_step_that_is_cut_are_graphs(table: Table, soc: str) -> 
 # -- collectives
 
 
+PARALLEL = ParallelConfig(
+    dp_size=2, kvp_size=4, attn_tp_size=4, ep_size=8, dense_tp_size=4, embed_tp_size=8, lmhead_tp_size=8
+)
+NODES = {
+    "all_gather": "HcomAllGather",
+    "all_reduce": "HcomAllReduce",
+    "reduce_scatter": "HcomReduceScatter",
+    "all_to_all": "HcomAllToAll",
+}
+
+
 @pytest.fixture
-def world() -> Iterator[dist.ProcessGroup]:
-    with ranks(8) as group:
-        yield group
+def mesh() -> Iterator[Mesh]:
+    """The groups of rank 5 of 8, none of which anybody else is in."""
+    layout, rank = ParallelLayout.of(PARALLEL), 5
+    with ranks(layout.world_size, rank):
+        groups = {}
+        for axis in layout.axes:
+            if axis.size > 1:
+                made = {some: dist.new_group(list(some)) for some in layout.groups(axis.name)}
+                groups[axis.name] = made[layout.group_of(rank, axis.name)]
+        yield Mesh(layout, rank, groups, platform=platform_of("npu"))
+
+
+@pytest.mark.parametrize("soc", SOCS)
+def test_collectives_are_nodes_of_their_groups(table: Table, soc: str, mesh: Mesh) -> None:
+    """As many of each kind and group as the step as it stands is noted to have."""
+    with fake(soc):
+        size = Size(group_size=4, num_groups=2)
+        step = make_step(config_of("2.0", "num_layers=1"), table(ALL), size, mesh=mesh)
+        part = Free(step)
+        with mesh.traffic.noted() as note, torch.no_grad():
+            part(*part.examples(NUM_SEQS))
+        found = graph_of_part(part, soc)
+    wanted: Counter[tuple[str, str]] = Counter()
+    for axis, kinds in note.kinds.items():
+        members = ",".join(str(other) for other in mesh.layout.group_of(mesh.rank, axis))  # type: ignore[arg-type]
+        wanted.update((NODES[kind.decode()], members) for kind in kinds)
+    nodes = [node for node in found.nodes if node.type.startswith("Hcom")]
+    assert Counter((node.type, node.attrs["group"].partition("rank_list=")[2]) for node in nodes) == wanted
+    print(f"collectives by kind and group: {dict(wanted)}")
+    assert {kind for kind, _ in wanted} >= {"HcomAllGather", "HcomReduceScatter", "HcomAllToAll"}
+    assert {members for _, members in wanted} == {"0,1,2,3,4,5,6,7", "4,5,6,7"}
 
 
 # -- the cache of compiled methods
@@ -212,6 +254,3 @@ def test_draws_convert_and_are_those_of_the_reference() -> None:
         return static(logits, **dict(zip(rules, columns, strict=True)))
 
     assert torch.equal(run_eagerly(drawn, logits, *rules.values()), plain(logits, **rules))
-
-
-assert steps and ParallelConfig
