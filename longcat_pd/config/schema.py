@@ -111,8 +111,9 @@ class PoolConfig:
 
     @property
     def num_graphs(self) -> int:
-        """Graphs that each rank compiles: of a split head one more for each size."""
-        return len(self.engine.buckets) * (1 + (self.parallel.lmhead_tp_size > 1))
+        """Graphs that each rank compiles: of a split head one more for each size, and two where a device's graph is cut."""
+        is_cut = self.engine.exe_mode in ("ge_graph", "npugraph_ex")
+        return len(self.engine.buckets) * (1 + (self.parallel.lmhead_tp_size > 1) + 2 * is_cut)
 
 
 @dataclass(frozen=True, kw_only=True)

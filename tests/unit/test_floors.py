@@ -32,8 +32,8 @@ GROUND_MODULES = {"errors", "log", "metrics", "wire", "clock", "faults"}
 # Library -> the files and folders (with a slash) that may import it.
 TOOLS = tuple(f"{name}{end}" for name in FLOORS[7] for end in (".py", "/"))
 LIBRARIES: dict[str, tuple[str, ...]] = {
-    "torch_npu": ("kernels/npu", "engine/graph.py", "parallel/platform.py"),
-    "torchair": ("kernels/npu", "engine/graph.py", "parallel/platform.py"),
+    "torch_npu": ("kernels/npu", "engine/ge_graph.py", "engine/npugraph_ex.py", "parallel/platform.py"),
+    "torchair": ("kernels/npu", "engine/ge_graph.py", "engine/npugraph_ex.py", "parallel/platform.py"),
     "torch.distributed": (
         "parallel/mesh.py",
         "parallel/collectives.py",

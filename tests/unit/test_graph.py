@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from longcat_pd.config.npu_checks import GRAPHS
 from longcat_pd.config.schema import ParallelConfig, RankSpec
 from longcat_pd.engine import graph
 from longcat_pd.engine.compile_cache import CacheEntry
@@ -296,3 +297,7 @@ def test_a_graph_that_can_call_the_host_is_whole(make: Make) -> None:
     assert [entry.facts["part"] for _, entry in compiler.asked] == ["whole"]
     forms.run([1], (9,), num_seqs=1)
     assert step.parts == ["whole"]
+
+
+def test_every_mode_of_a_device_has_a_compiler() -> None:
+    assert {mode for modes in GRAPHS.values() for mode in modes} == graph.COMPILERS.keys()
