@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from longcat_pd.engine.decode_state import DecodeState, put
-from longcat_pd.engine.masks import Masks, nobody_bound
+from longcat_pd.engine.masks import Masks
 from longcat_pd.engine.sampler import drawn
 from longcat_pd.engine.speculative import DraftSource, Seen, accepted
 from longcat_pd.kernels.ops import Ops
@@ -48,11 +48,10 @@ class DecodeStep(nn.Module):
         line = self.line(slots, lengths)
         return self.verify(slots, line, self.masks(slots, line), lengths=lengths, num_candidates=num_candidates)
 
-    def free(self, slots: Tensor, lengths: tuple[int, ...], num_candidates: int = 0) -> Found:
-        """The same for slots of which none is bound to a grammar: nobody asks the host."""
+    def plain(self, slots: Tensor, lengths: tuple[int, ...], num_candidates: int = 0) -> Found:
+        """The same for slots of which none asks for anything to be done to its logits."""
         line = self.line(slots, lengths)
-        masks = nobody_bound(self.state.shape.window, slots)
-        return self.verify(slots, line, masks, lengths=lengths, num_candidates=num_candidates)
+        return self.verify(slots, line, None, lengths=lengths, num_candidates=num_candidates)
 
     def line(self, slots: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """The first part: kept tokens of each slot, the newest last, and the drafts behind it, [B, R + W - 1]."""
@@ -62,15 +61,17 @@ class DecodeStep(nn.Module):
         newest = self.state.num_tokens[slots] - 1
         return torch.cat((recent, self._drafts(Seen(slots, newest, recent, lengths))), 1)
 
-    def masks(self, slots: Tensor, line: Tensor) -> Masks:
-        """Between the parts: what the grammars of the slots allow behind the drafts of ``line``. Calls the host."""
-        masks: Masks = self.state.sampling.grammars(slots, self._drafts_of(line))
+    def masks(self, slots: Tensor, line: Tensor, *, is_any_bound: bool = True) -> Masks:
+        """Between the parts: what the grammars of the slots allow behind the drafts of ``line``. Calls the host if any of
+        them is bound."""
+        grammars = self.state.sampling.grammars
+        masks: Masks = (grammars if is_any_bound else grammars.nobody_bound)(slots, self._drafts_of(line))
         return masks
 
     def verify(
-        self, slots: Tensor, line: Tensor, masks: Masks, *, lengths: tuple[int, ...], num_candidates: int = 0
+        self, slots: Tensor, line: Tensor, masks: Masks | None, *, lengths: tuple[int, ...], num_candidates: int = 0
     ) -> Found:
-        """The second part, which writes the state."""
+        """The second part, which writes the state. ``masks``: None if no slot asks for anything, which saves much."""
         state, shape = self.state, self.state.shape
         places = torch.arange(shape.window, device=slots.device)
         positions = (state.num_tokens[slots] - 1).unsqueeze(1) + places
@@ -93,19 +94,23 @@ class DecodeStep(nn.Module):
         )
         found = tokens.view(-1, shape.window)
         count = accepted(found, self._drafts_of(line))
-        self._remember(slots, torch.cat((line[:, : shape.history], found), 1), count, final)
+        self._remember(slots, torch.cat((line[:, : shape.history], found), 1), count, final=final)
+        if masks is not None:
+            state.sampling.count(slots, found, self._grown(slots, count), self._ops.store)
         return found, count, logits.view(*found.shape, logits.shape[-1])
 
     def _drafts_of(self, line: Tensor) -> Tensor:
         return line[:, self.state.shape.history :]
 
-    def _remember(self, slots: Tensor, line: Tensor, count: Tensor, final: Tensor) -> None:
+    def _grown(self, slots: Tensor, count: Tensor) -> Tensor:
+        """By how many tokens: padding never does."""
+        return torch.where(slots == self.state.padding, 0, count)
+
+    def _remember(self, slots: Tensor, line: Tensor, count: Tensor, *, final: Tensor) -> None:
         state, shape = self.state, self.state.shape
         kept = count.unsqueeze(1) + torch.arange(shape.history, device=slots.device)
         put(state.recent, slots, line.gather(1, kept))
-        grown = torch.where(slots == state.padding, 0, count)
-        put(state.num_tokens, slots, state.num_tokens[slots] + grown)
-        state.sampling.count(slots, line[:, shape.history :], grown, self._ops.store)
+        put(state.num_tokens, slots, state.num_tokens[slots] + self._grown(slots, count))
         if self._drafts is not None:
             put(state.final, slots, final.view(-1, shape.window, shape.hidden_size))
             put(state.num_final, slots, count)

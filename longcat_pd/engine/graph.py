@@ -89,7 +89,8 @@ class StepForms:
         if self._sizes:
             found = self._compiled(padded, slots, num_candidates)
         else:
-            found = self._step(padded, (*lengths, *[self._padding_length] * missing), num_candidates)
+            step = self._step if self._step.state.sampling.asks(slots) else self._step.plain
+            found = step(padded, (*lengths, *[self._padding_length] * missing), num_candidates)
         drawn, counts, logits = (tensor[: len(slots)] for tensor in found)
         return drawn, counts, logits
 
@@ -100,10 +101,12 @@ class StepForms:
             return self._forms[size, "best"](padded)
         if (size, "whole") in self._forms:
             return self._forms[size, "whole"](padded)
-        if not self._step.state.sampling.grammars.binds(slots):
-            return self._forms[size, "free"](padded)
+        sampling = self._step.state.sampling
+        if not sampling.asks(slots):
+            return self._forms[size, "plain"](padded)
         (line,) = self._forms[size, "line"](padded)
-        return self._forms[size, "verify"](padded, line, *self._step.masks(padded, line))
+        masks = self._step.masks(padded, line, is_any_bound=sampling.grammars.binds(slots))
+        return self._forms[size, "verify"](padded, line, *masks)
 
     def _tensor(self, slots: Sequence[int]) -> Tensor:
         return torch.tensor(slots, dtype=torch.int64, device=self._step.state.num_tokens.device)

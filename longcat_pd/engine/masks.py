@@ -25,12 +25,6 @@ _NUMBERS = itertools.count()
 Masks = tuple[Tensor, Tensor]  # [T, words] int32, a bit for each id, the lowest first; and which of them bind, [T] bool
 
 
-def nobody_bound(window: int, slots: Tensor) -> Masks:
-    """Of ``slots`` [B] with ``window`` rows of each: masks without words."""
-    num_rows = slots.shape[0] * window
-    return slots.new_empty((num_rows, 0), dtype=torch.int32), slots.new_zeros((num_rows,), dtype=torch.bool)
-
-
 class GrammarMasks(nn.Module):
     """The matchers of some slots. Letters: B sequences, W rows of each, T = B * W.
 
@@ -71,6 +65,12 @@ class GrammarMasks(nn.Module):
         """``slots`` [B], ``drafts`` [B, W - 1] -> masks of their rows; those that do not bind hold anything."""
         return _grammar_masks(self.number, slots, drafts, self.num_words)
 
+    def nobody_bound(self, slots: Tensor, drafts: Tensor) -> Masks:
+        """The same for slots of which none is bound, without calling the host."""
+        num_rows = slots.shape[0] * (drafts.shape[1] + 1)
+        masks = slots.new_zeros((num_rows, self.num_words), dtype=torch.int32)
+        return masks, slots.new_zeros((num_rows,), dtype=torch.bool)
+
     def fill(self, slots: Sequence[int], drafts: Sequence[Sequence[int]], masks: Tensor, is_bound: Tensor) -> None:
         """Rows of sequences that are bound. ``masks`` [B, W, words] and ``is_bound`` [B, W] on the host."""
         for place, slot in enumerate(slots):
@@ -81,11 +81,6 @@ class GrammarMasks(nn.Module):
     def binds(self, slots: Iterable[int]) -> bool:
         """Whether any of these slots is bound."""
         return not self._matchers.keys().isdisjoint(slots)
-
-    @property
-    def can_bind(self) -> bool:
-        """Whether any slot ever will be."""
-        return self._vocabulary is not None
 
     @property
     def has_any(self) -> bool:

@@ -8,6 +8,8 @@ Knows neither plans nor windows.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +53,7 @@ class SamplingState(nn.Module):
         self.bias_ids = buffer(MAX_BIAS)
         self.bias = buffer(MAX_BIAS, dtype=torch.float32)
         self.grammars = GrammarMasks(vocabulary, device)
+        self._asking: set[int] = set()  # slots whose logits something is done to
 
     def seat(self, slot: int, state: SlotState) -> None:
         """A sequence is sampled from now on, behind the tokens that are known of it."""
@@ -67,35 +70,27 @@ class SamplingState(nn.Module):
         self.repetition[slot] = rule.repetition_penalty
         self.bias[slot].zero_()
         self.grammars.seat(slot, rule.grammar, state.token_ids[state.prompt_len : state.num_tokens].tolist())
+        self._asking.discard(slot)
         if rule.has_edits:
+            self._asking.add(slot)
             self._fill_tables(slot, state)
 
-    def rows(self, slots: Tensor, positions: Tensor, drafts: Tensor, masks: Masks) -> SamplingRows:
+    def leave(self, slot: int) -> None:
+        """Its sequence is gone. Its rows hold what they hold; what the host keeps of it goes."""
+        self._asking.discard(slot)
+        self.grammars.leave(slot)
+
+    def asks(self, slots: Iterable[int]) -> bool:
+        """Whether anything is to be done to the logits of any of these slots."""
+        return not self._asking.isdisjoint(slots)
+
+    def rows(self, slots: Tensor, positions: Tensor, drafts: Tensor, masks: Masks | None) -> SamplingRows:
         """How tokens at ``positions`` [B, W] are sampled: [B * W] rows.
 
-        ``drafts`` [B, W - 1]: row r comes behind the first r of them; ``masks``: what grammars allow there.
+        ``drafts`` [B, W - 1]: row r comes behind the first r of them; ``masks``: what grammars allow there, or None if none
+        of the slots asks for anything to be done to its logits.
         """
-        width = positions.shape[1]
-
-        def column(field: Tensor) -> Tensor:
-            return field[slots].unsqueeze(1).expand(-1, width).flatten()
-
-        places = torch.arange(width, device=slots.device)
-        is_before = places[: drafts.shape[1]] < places.unsqueeze(1)
-        edits = Edits(
-            counts=self.counts,
-            flags=self.flags,
-            bias_ids=self.bias_ids,
-            bias=self.bias,
-            seqs=slots.unsqueeze(1).expand(-1, width).flatten(),
-            drafts=torch.where(is_before, drafts.unsqueeze(1), -1).flatten(0, 1),
-            is_early=(positions < self.early_until[slots].unsqueeze(1)).flatten(),
-            frequency=column(self.frequency),
-            presence=column(self.presence),
-            repetition=column(self.repetition),
-            masks=masks[0],
-            is_bound=masks[1],
-        )
+        column = partial(_column, slots, positions.shape[1])
         return SamplingRows(
             temperature=column(self.temperature),
             top_p=column(self.top_p),
@@ -103,7 +98,7 @@ class SamplingState(nn.Module):
             top_k=column(self.top_k),
             seed=column(self.seed),
             choice=column(self.choice),
-            edits=edits,
+            edits=None if masks is None else self._edits(slots, positions, drafts, masks),
         )
 
     def count(self, slots: Tensor, tokens: Tensor, num: Tensor, store: Store) -> None:
@@ -117,6 +112,25 @@ class SamplingState(nn.Module):
         places = (slots.unsqueeze(1) * num_ids + tokens).flatten()
         grown = self.counts.view(-1)[places] + (is_same & stands.unsqueeze(1)).sum(2).flatten()
         store(self.counts.view(-1, num_ids, 1), places, grown.unsqueeze(1))
+
+    def _edits(self, slots: Tensor, positions: Tensor, drafts: Tensor, masks: Masks) -> Edits:
+        width = positions.shape[1]
+        column, places = partial(_column, slots, width), torch.arange(width, device=slots.device)
+        is_before = places[: drafts.shape[1]] < places.unsqueeze(1)
+        return Edits(
+            counts=self.counts,
+            flags=self.flags,
+            bias_ids=self.bias_ids,
+            bias=self.bias,
+            seqs=slots.unsqueeze(1).expand(-1, width).flatten(),
+            drafts=torch.where(is_before, drafts.unsqueeze(1), -1).flatten(0, 1),
+            is_early=(positions < self.early_until[slots].unsqueeze(1)).flatten(),
+            frequency=column(self.frequency),
+            presence=column(self.presence),
+            repetition=column(self.repetition),
+            masks=masks[0],
+            is_bound=masks[1],
+        )
 
     def _fill_tables(self, slot: int, state: SlotState) -> None:
         rule, device = state.sampling, self.counts.device
@@ -133,3 +147,8 @@ class SamplingState(nn.Module):
             ids, values = zip(*rule.logit_bias, strict=True)
             self.bias_ids[slot, :num] = torch.tensor(ids, device=device)
             self.bias[slot, :num] = torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def _column(slots: Tensor, width: int, field: Tensor) -> Tensor:
+    """[S] -> [B * W]: each slot's for all of its rows."""
+    return field[slots].unsqueeze(1).expand(-1, width).flatten()

@@ -40,17 +40,17 @@ class Whole(StepPart):
         return found
 
 
-class Free(StepPart):
-    """All of it for slots that are not bound: slots -> found."""
+class Plain(StepPart):
+    """All of it for slots that ask for nothing: slots -> found."""
 
-    name = "free"
+    name = "plain"
 
     def forward(self, slots: Tensor) -> Found:
-        """See ``DecodeStep.free``."""
-        return self.step.free(slots, (), self._num_candidates)
+        """See ``DecodeStep.plain``."""
+        return self.step.plain(slots, (), self._num_candidates)
 
 
-class Best(Free):
+class Best(Plain):
     """The same for rows that take the best id, where the head is split."""
 
     name = "best"
@@ -79,7 +79,7 @@ class Verify(StepPart):
         """See StepPart."""
         (slots,), state = super().examples(num_seqs), self.step.state
         line = slots.new_zeros((num_seqs, state.shape.history + state.shape.num_drafts))
-        return (slots, line, *self.step.masks(slots, line))
+        return (slots, line, *self.step.masks(slots, line, is_any_bound=False))
 
 
 def parts_of(step: DecodeStep, *, is_cut: bool) -> tuple[StepPart, ...]:
@@ -87,5 +87,4 @@ def parts_of(step: DecodeStep, *, is_cut: bool) -> tuple[StepPart, ...]:
     best = (Best(step, 1),) if step.has_split_head else ()
     if not is_cut:
         return (Whole(step), *best)
-    bound = (Line(step), Verify(step)) if step.state.sampling.grammars.can_bind else ()
-    return (Free(step), *best, *bound)
+    return (Plain(step), *best, Line(step), Verify(step))

@@ -44,7 +44,7 @@ class Edits(NamedTuple):
     Rows: ``seqs`` [T], the sequence; ``drafts`` [T, D], ids that stand between what is counted and the row, -1 for none;
     ``is_early`` [T] bool, whether the answer may not end yet; ``frequency``, ``presence`` and ``repetition`` [T] fp64;
     ``masks`` [T, words] int32, a bit for each id that may be drawn, the lowest first, and ``is_bound`` [T] bool, whether
-    the row's mask counts; no words: none does.
+    the row's mask counts.
     """
 
     counts: Tensor

@@ -7,7 +7,6 @@ import torch
 
 from longcat_pd.engine.decode_state import DecodeShape, DecodeState, put
 from longcat_pd.engine.inputs import NOWHERE
-from longcat_pd.engine.masks import nobody_bound
 from longcat_pd.engine.plan import SlotSampling
 from longcat_pd.engine.slots import SlotState
 from longcat_pd.kv_cache.block_pool import GroupPool
@@ -114,7 +113,8 @@ def test_what_lies_behind_the_reservation_is_written_to_block_0_and_stays_inside
 def test_how_a_slot_is_sampled_is_kept_for_each_row() -> None:
     places = torch.zeros((2, 4), dtype=torch.int64)
     slots = torch.tensor([1, 3])
-    rows = Group(1).ranks[0].sampling.rows(slots, places, places[:, 1:], nobody_bound(4, slots))
+    sampling = Group(1).ranks[0].sampling
+    rows = sampling.rows(slots, places, places[:, 1:], sampling.grammars(slots, places[:, 1:]))
     assert rows.temperature.tolist() == [0.5] * 8 and rows.top_p.tolist() == [0.9] * 8
     assert rows.top_k.tolist() == [7] * 8 and rows.seed.tolist() == [-3] * 8 and rows.choice.tolist() == [1] * 8
 

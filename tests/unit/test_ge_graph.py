@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from longcat_pd.engine import ge_graph, npugraph_ex
 from longcat_pd.engine.compile_cache import CacheEntry
 from longcat_pd.engine.ge_graph import GeOptions
-from longcat_pd.engine.step_parts import Free
+from longcat_pd.engine.step_parts import Plain
 from longcat_pd.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ class Step(nn.Module):
         self.state = SimpleNamespace(padding=9, recent=torch.zeros((2, 1), dtype=torch.int64))
         self.calls: list[tuple[list[int], bool]] = []
 
-    def free(self, slots: Tensor, lengths: tuple[int, ...], num_candidates: int) -> tuple[Tensor, Tensor, Tensor]:
+    def plain(self, slots: Tensor, lengths: tuple[int, ...], num_candidates: int) -> tuple[Tensor, Tensor, Tensor]:
         assert lengths == ()
         self.calls.append((slots.tolist(), torch.is_inference_mode_enabled()))
         return slots, slots + 1, slots + 2
@@ -84,8 +84,8 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
 BOTH = pytest.mark.parametrize("mode", [ge_graph, npugraph_ex])
 
 
-def part(step: Step | None = None) -> Free:
-    return Free(cast(Any, step or Step()))
+def part(step: Step | None = None) -> Plain:
+    return Plain(cast(Any, step or Step()))
 
 
 def entry(folder: Path, num_seqs: int = 4, **facts: str) -> CacheEntry:
@@ -96,25 +96,25 @@ def entry(folder: Path, num_seqs: int = 4, **facts: str) -> CacheEntry:
 def test_a_part_is_run_once_as_it_will_be(mode: Any, compiler: Compiler, tmp_path: Path) -> None:
     step = Step()
     form, is_new = mode.compiled(part(step), 4, entry(tmp_path))
-    assert is_new and step.calls == [([9] * 4, True)] and compiler.compiled == ["decode_4_free"]
+    assert is_new and step.calls == [([9] * 4, True)] and compiler.compiled == ["decode_4_plain"]
     with torch.inference_mode():
         assert [found.tolist() for found in form(torch.tensor([1, 2, 3, 9]))] == [
             [1, 2, 3, 9],
             [2, 3, 4, 10],
             [3, 4, 5, 11],
         ]
-    assert compiler.compiled == ["decode_4_free"]
+    assert compiler.compiled == ["decode_4_plain"]
 
 
 @BOTH
 def test_a_method_has_a_name_and_code_of_its_own(mode: Any, compiler: Compiler, tmp_path: Path) -> None:
-    free = part()
+    plain = part()
     for num_seqs in (4, 8):
-        mode.compiled(free, num_seqs, entry(tmp_path, num_seqs))
+        mode.compiled(plain, num_seqs, entry(tmp_path, num_seqs))
     (four, _), (eight, _) = compiler.asked
-    assert (four.__name__, eight.__name__) == ("decode_4_free", "decode_8_free")
-    assert four.__func__.__code__.co_name == "decode_4_free" and four.__func__.__code__ != eight.__func__.__code__
-    assert four.__self__ is free and four.__func__.__code__.co_code == Free.forward.__code__.co_code
+    assert (four.__name__, eight.__name__) == ("decode_4_plain", "decode_8_plain")
+    assert four.__func__.__code__.co_name == "decode_4_plain" and four.__func__.__code__ != eight.__func__.__code__
+    assert four.__self__ is plain and four.__func__.__code__.co_code == Plain.forward.__code__.co_code
 
 
 @BOTH
@@ -127,7 +127,7 @@ def test_what_is_kept_is_found_again_and_anything_else_is_made_anew(mode: Any, c
         assert mode.compiled(other, 4, entry(tmp_path, **facts))[1]
         (folder,) = tmp_path.iterdir()
         assert folder != first, "and what was there before is gone"
-    assert compiler.compiled == ["decode_4_free"] * 4
+    assert compiler.compiled == ["decode_4_plain"] * 4
     assert mode.compiled(part(), 8, entry(tmp_path, 8))[1] and len([*tmp_path.iterdir()]) == 2
 
 

@@ -34,20 +34,23 @@ SHAPE = DecodeShape(
 
 
 class Step(nn.Module):
-    """Says the numbers of its slots. ``bound``: those with a grammar; None: there are none."""
+    """Says the numbers of its slots. ``bound``: those with a grammar; ``asking``: those with anything."""
 
-    def __init__(self, has_split_head: bool = False, bound: set[int] | None = None) -> None:
+    def __init__(
+        self, has_split_head: bool = False, bound: frozenset[int] = frozenset(), asking: frozenset[int] = frozenset()
+    ) -> None:
         super().__init__()
         self.has_split_head = has_split_head
         self.num_candidates: list[int] = []
-        grammars = SimpleNamespace(can_bind=bound is not None, binds=lambda slots: bool({*slots} & (bound or set())))
+        grammars = SimpleNamespace(binds=lambda slots: not bound.isdisjoint(slots))
+        sampling = SimpleNamespace(grammars=grammars, asks=lambda slots: not (bound | asking).isdisjoint(slots))
         self.state = SimpleNamespace(
             padding=SLOTS,
             padding_length=5,
             shape=SHAPE,
             num_tokens=torch.zeros(SLOTS + 1),
             recent=torch.zeros((SLOTS + 1, 4), dtype=torch.int64),
-            sampling=SimpleNamespace(grammars=grammars),
+            sampling=sampling,
         )
         self.calls: list[tuple[list[int], tuple[int, ...]]] = []
         self.parts: list[str] = []
@@ -57,17 +60,18 @@ class Step(nn.Module):
         self.parts.append("whole")
         return self._found(slots, lengths, num_candidates)
 
-    def free(self, slots: Tensor, lengths: tuple[int, ...], num_candidates: int = 0) -> Found:
-        self.parts.append("free")
+    def plain(self, slots: Tensor, lengths: tuple[int, ...], num_candidates: int = 0) -> Found:
+        self.parts.append("plain")
         return self._found(slots, lengths, num_candidates)
 
     def line(self, slots: Tensor, lengths: tuple[int, ...]) -> Tensor:
         self.parts.append("line")
         return slots + 100
 
-    def masks(self, slots: Tensor, line: Tensor) -> tuple[Tensor, Tensor]:
-        self.parts.append("masks")
-        assert torch.equal(line, slots + 100)
+    def masks(self, slots: Tensor, line: Tensor, *, is_any_bound: bool) -> tuple[Tensor, Tensor]:
+        self.parts.append("masks of the host" if is_any_bound else "no masks")
+        if not isinstance(line, FakeTensor):
+            assert torch.equal(line, slots + 100)
         return slots + 200, slots > 0
 
     def verify(
@@ -80,7 +84,8 @@ class Step(nn.Module):
         num_candidates: int = 0,
     ) -> Found:
         self.parts.append("verify")
-        assert torch.equal(line, slots + 100) and torch.equal(masks[0], slots + 200)
+        if not isinstance(line, FakeTensor):
+            assert torch.equal(line, slots + 100) and torch.equal(masks[0], slots + 200)
         return self._found(slots, lengths, num_candidates)
 
     def _found(self, slots: Tensor, lengths: tuple[int, ...], num_candidates: int) -> Found:
@@ -253,19 +258,30 @@ def test_a_split_head_has_one_more_form_for_those_who_take_the_best(make: Make) 
     assert step.num_candidates == [1, 0, 64]
 
 
-def test_a_graph_that_cannot_call_the_host_is_cut_where_somebody_is_bound(make: Make) -> None:
+def test_a_graph_that_cannot_call_the_host_is_cut_where_somebody_asks_for_something(make: Make) -> None:
     compiler = Compiler()
-    forms, step = make(compiler, 4, is_cut=True, step=Step(has_split_head=True, bound={3, 5}))
-    assert [entry.facts["part"] for _, entry in compiler.asked] == ["free", "best", "line", "verify"]
+    step = Step(has_split_head=True, bound=frozenset({3, 5}), asking=frozenset({4}))
+    forms, _ = make(compiler, 4, is_cut=True, step=step)
+    assert [entry.facts["part"] for _, entry in compiler.asked] == ["plain", "best", "line", "verify"]
     assert forms.num_compilations == 4 and len({entry.path for _, entry in compiler.asked}) == 4
-    drawn, counts, logits = forms.run([2, 1], (9, 9), num_seqs=1)
-    assert step.parts == ["free"] and counts.tolist() == [2, 1]
-    drawn, counts, logits = forms.run([2, 5], (9, 9), num_seqs=1)
-    assert (
-        step.parts == ["free", "line", "masks", "verify"] and counts.tolist() == [2, 5] and len(drawn) == len(logits) == 2
-    )
+    for slots, parts in (
+        ([2, 1], ["plain"]),
+        ([2, 5], ["line", "masks of the host", "verify"]),
+        ([2, 4], ["line", "no masks", "verify"]),
+    ):
+        step.parts.clear()
+        drawn, counts, logits = forms.run(slots, (9, 9), num_seqs=1)
+        assert step.parts == parts and counts.tolist() == slots and len(drawn) == len(logits) == 2
+    step.parts.clear()
     forms.run([2], (9,), num_seqs=1, num_candidates=1)
-    assert step.parts[4:] == ["free"] and step.num_candidates == [0, 0, 1]
+    assert step.parts == ["plain"] and step.num_candidates == [0, 0, 0, 1]
+
+
+def test_eager_mode_asks_nobody_for_those_who_ask_for_nothing(make: Make) -> None:
+    forms, step = make(Compiler(), step=Step(bound=frozenset({3}), asking=frozenset({4})))
+    for slots in ([1], [1, 3], [4]):
+        forms.run(slots, (9,) * len(slots), num_seqs=1)
+    assert step.parts == ["plain", "whole", "whole"]
 
 
 def test_graphs_that_cannot_count_are_counted_like_the_step_itself(make: Make, tmp_path: Path) -> None:
@@ -282,18 +298,12 @@ def test_graphs_that_cannot_count_are_counted_like_the_step_itself(make: Make, t
         for some in (forms, eager):
             some.run(slots, (9,) * len(slots), num_seqs=8 if len(slots) > 4 else 4)
     assert step.traffic == other.traffic and step.traffic.axes["attn_tp"].sent_bytes == 16
-    assert [slots for slots, _ in step.calls] == [[], []], "nothing was computed"
-
-
-def test_where_nobody_is_ever_bound_nothing_is_cut(make: Make) -> None:
-    compiler = Compiler()
-    make(compiler, 4, is_cut=True)
-    assert [entry.facts["part"] for _, entry in compiler.asked] == ["free"]
+    assert not any(slots for slots, _ in step.calls), "nothing was computed"
 
 
 def test_a_graph_that_can_call_the_host_is_whole(make: Make) -> None:
     compiler = Compiler()
-    forms, step = make(compiler, 4, step=Step(bound={1}))
+    forms, step = make(compiler, 4, step=Step(bound=frozenset({1})))
     assert [entry.facts["part"] for _, entry in compiler.asked] == ["whole"]
     forms.run([1], (9,), num_seqs=1)
     assert step.parts == ["whole"]

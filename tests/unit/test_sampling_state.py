@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from longcat_pd import kernels
-from longcat_pd.engine.masks import nobody_bound
 from longcat_pd.engine.plan import SlotSampling
 from longcat_pd.engine.request import MAX_BIAS
 from longcat_pd.engine.sampling_state import SamplingState
@@ -57,7 +56,7 @@ def test_what_is_known_of_a_sequence(state: SamplingState) -> None:
 def test_a_row_sees_the_drafts_before_it(state: SamplingState) -> None:
     slots, drafts = torch.tensor([2, 1]), torch.tensor([[3, 3], [6, 8]])
     positions = torch.tensor([[2, 3, 4], [5, 6, 7]])
-    rows = state.rows(slots, positions, drafts, nobody_bound(3, slots))
+    rows = state.rows(slots, positions, drafts, state.grammars.nobody_bound(slots, drafts))
     edits = rows.edits
     assert edits is not None
     assert edits.seqs.tolist() == [2, 2, 2, 1, 1, 1]
@@ -67,6 +66,17 @@ def test_a_row_sees_the_drafts_before_it(state: SamplingState) -> None:
     assert edits.frequency.tolist() == [0.0] * 3 + [-0.5] * 3
     assert rows.floor.tolist() == [-math.inf] * 3 + [math.log(0.25)] * 3
     assert int(edits.counts.sum()) == 2, "drafts are not counted"
+
+
+def test_who_asks_for_something_is_known_to_the_host(state: SamplingState) -> None:
+    assert [state.asks(slots) for slots in ([], [0, 2], [2, 1])] == [False, False, True]
+    slots = torch.tensor([2])
+    assert state.rows(slots, torch.tensor([[2]]), torch.empty((1, 0), dtype=torch.int64), None).edits is None
+    state.seat(2, known([1, 2], replace(GREEDY, min_tokens=1), 1))
+    state.seat(1, known([1, 2], replace(GREEDY, temperature=1.0), 1))
+    assert state.asks([2]) and not state.asks([1])
+    state.leave(2)
+    assert not state.asks([0, 1, 2])
 
 
 def test_only_what_stands_is_counted(state: SamplingState) -> None:
@@ -84,8 +94,8 @@ def test_a_slot_forgets_its_former_tenant(state: SamplingState) -> None:
     assert state.bias[1].nonzero().flatten().tolist() == [0] and int(state.bias_ids[1, 0]) == 3
     state.seat(1, known([2, 3], GREEDY, 1))
     slots = torch.tensor([1])
-    masks = nobody_bound(1, slots)
-    edits = state.rows(slots, torch.tensor([[0]]), torch.empty((1, 0), dtype=torch.int64), masks).edits
+    no_drafts = torch.empty((1, 0), dtype=torch.int64)
+    edits = state.rows(slots, torch.tensor([[0]]), no_drafts, state.grammars.nobody_bound(slots, no_drafts)).edits
     assert edits is not None and not edits.bias[1].any() and not edits.is_early.any()
     assert [float(x) for x in (edits.frequency, edits.presence, edits.repetition)] == [0.0, 0.0, 1.0]
 

@@ -127,9 +127,6 @@ def _recalculated(logits: Tensor, edits: Edits) -> Tensor:
 
 def _is_allowed(edits: Edits, num_ids: int) -> Tensor:
     """What the masks leave, [T, V]. They may be narrower: ids behind their end are in no grammar."""
-    num_rows, num_words = edits.masks.shape
-    if not num_words:
-        return torch.ones((num_rows, num_ids), dtype=torch.bool, device=edits.masks.device)
     bits = torch.tensor(_BITS, dtype=torch.int32, device=edits.masks.device)
     is_in = ((edits.masks.unsqueeze(2) & bits) != 0).flatten(1)[:, :num_ids]
     return torch.nn.functional.pad(is_in, (0, num_ids - is_in.shape[1])) | ~edits.is_bound.unsqueeze(1)

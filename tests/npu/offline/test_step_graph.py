@@ -20,7 +20,7 @@ from longcat_pd.engine import ge_graph
 from longcat_pd.engine.compile_cache import CacheEntry, code_digest
 from longcat_pd.engine.decode_step import DecodeStep
 from longcat_pd.engine.grammar import Vocabulary
-from longcat_pd.engine.step_parts import Free, StepPart, parts_of
+from longcat_pd.engine.step_parts import Plain, StepPart, parts_of
 from longcat_pd.kernels import NpuSettings, Ops
 from longcat_pd.kernels.npu.streams import SIDE_STREAM
 from longcat_pd.kernels.reference import table as reference
@@ -82,7 +82,7 @@ def test_a_step_is_one_graph(table: Table, soc: str, variant: str, num_drafts: i
     """That there is a graph says that everything converts: the tracer has to take it whole, and no converter is missing."""
     with fake(soc):
         step = make_step(config_of(variant, "num_layers=2"), table(ALL), Size(num_drafts=num_drafts))
-        found = graph_of_part(Free(step), soc)
+        found = graph_of_part(Plain(step), soc)
         assert not {"TensorMove", "Cast"} & {*cache_reads(step, found)}
         # two halves of two layers and, as far as there are drafts, their rounds
         assert len(found.of("Cmo")) >= 2 * 4
@@ -99,7 +99,7 @@ def test_a_step_is_one_graph(table: Table, soc: str, variant: str, num_drafts: i
 def test_nothing_runs_beside_anything_where_it_is_not_asked_for(table: Table, soc: str) -> None:
     with fake(soc):
         step = make_step(config_of("chat", "num_layers=1"), table(NpuSettings()), Size(num_drafts=0))
-        found = graph_of_part(Free(step), soc)
+        found = graph_of_part(Plain(step), soc)
     assert not found.of("Cmo") and not any(STREAM in node.attrs or CUBES in node.attrs for node in found.nodes)
 
 
@@ -109,9 +109,9 @@ def test_both_parts_of_a_step_that_is_cut_are_graphs(table: Table, soc: str) -> 
         vocabulary = Vocabulary(train(300).to_str(), 1024, [2])
         step = make_step(config_of("2.0", "num_layers=1"), table(ALL), Size(), vocabulary=vocabulary)
         parts = parts_of(step, is_cut=True)
-        assert [part.name for part in parts] == ["free", "line", "verify"]
-        free, line, verify = (len(graph_of_part(part, soc).nodes) for part in parts)
-        assert max(line, verify) < free
+        assert [part.name for part in parts] == ["plain", "line", "verify"]
+        plain, line, verify = (len(graph_of_part(part, soc).nodes) for part in parts)
+        assert max(line, verify) < plain
 
 
 # -- collectives
@@ -147,7 +147,7 @@ def test_collectives_are_nodes_of_their_groups(table: Table, soc: str, mesh: Mes
     with fake(soc):
         size = Size(group_size=4, num_groups=2)
         step = make_step(config_of("2.0", "num_layers=1"), table(ALL), size, mesh=mesh)
-        part = Free(step)
+        part = Plain(step)
         with mesh.traffic.noted() as note, torch.no_grad():
             part(*part.examples(NUM_SEQS))
         found = graph_of_part(part, soc)
@@ -176,17 +176,17 @@ def folders(cache: Path) -> list[str]:
 
 
 def entry(cache: Path, num_seqs: int, **facts: str) -> CacheEntry:
-    return CacheEntry(cache, f"m-seqs{num_seqs}-free", {"code": code_digest(), "num_seqs": str(num_seqs), **facts})
+    return CacheEntry(cache, f"m-seqs{num_seqs}-plain", {"code": code_digest(), "num_seqs": str(num_seqs), **facts})
 
 
 def test_sizes_and_facts_have_folders_of_their_own(small: DecodeStep, tmp_path: Path) -> None:
-    part = Free(small)
+    part = Plain(small)
     graphs = [graph_of(ge_graph.compiled, part, num_seqs, entry(tmp_path, num_seqs)) for num_seqs in (4, 8)]
     assert len(graphs[0].nodes) == len(graphs[1].nodes)
     four, eight = folders(tmp_path)
     (file,) = (tmp_path / four).rglob("compiled_module")
-    assert file.parent.name == "decode_4_free"
-    assert [path.parent.name for path in (tmp_path / eight).rglob("compiled_module")] == ["decode_8_free"]
+    assert file.parent.name == "decode_4_plain"
+    assert [path.parent.name for path in (tmp_path / eight).rglob("compiled_module")] == ["decode_8_plain"]
     before = file.stat().st_mtime_ns
     again = graph_of(ge_graph.compiled, part, 4, entry(tmp_path, 4))
     assert again.histogram() == graphs[0].histogram() and file.stat().st_mtime_ns == before, "loaded, not compiled"
@@ -229,8 +229,8 @@ def test_what_is_compiled_computes_what_eager_mode_does(table: Table, variant: s
     eager, other = (seated(table, variant, num_drafts) for _ in range(2))
     tensors = {name: tensor.clone() for name, tensor in eager.named_buffers()}
     with torch.no_grad():
-        wanted = [Free(eager)(slots) for _ in range(2)]
-    compiled = Free(other)
+        wanted = [Plain(eager)(slots) for _ in range(2)]
+    compiled = Plain(other)
     found = [run_eagerly(compiled.forward, slots) for _ in range(2)]
     for one, expected in zip(itertools.chain(*found), itertools.chain(*wanted), strict=True):
         assert torch.equal(one, expected) if one.dtype == torch.int64 else torch.allclose(one, expected, atol=1e-4)
