@@ -36,6 +36,7 @@ def stand_ins(settings: NpuSettings, *, exe_mode: str = "ge_graph") -> Ops:
         index_candidates=index_candidates,
         paged_attention=paged_attention,
         sparse_attention=sparse_attention,
+        merge_partials=merge_partials,
         grouped_experts=grouped_experts,
         route_topk=route_topk,
         ngram_ids=ngram_ids,
@@ -159,6 +160,10 @@ def weighed(scores: Tensor, hidden: Tensor, values: Tensor) -> tuple[Tensor, Ten
     scores = torch.where(hidden, NEVER, scores)
     out = torch.bmm(scores.softmax(-1).flatten(1, 2), values)
     return out.view(*scores.shape[:3], -1), torch.logsumexp(scores, -1)
+
+
+def merge_partials(outs: Tensor, lses: Tensor) -> Tensor:
+    return (outs * lses.softmax(0).unsqueeze(-1)).sum(0)
 
 
 def grouped_experts(
