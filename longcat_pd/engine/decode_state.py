@@ -7,6 +7,7 @@ Knows no plans, and of the model only what shape it wants.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -105,6 +106,7 @@ class DecodeState(nn.Module):
         self.final = buffer(shape.window, shape.hidden_size, dtype=dtype)  # hidden states that were not drafted from
         self.num_final = buffer(fill=1)
         self.sampling = SamplingState(rows, shape.vocab_size, device, vocabulary=vocabulary)
+        self._asking: set[int] = set()  # slots whose logits something is done to
         self._back = nn.Buffer(self._look_back(device), persistent=False)
 
     @property
@@ -141,6 +143,18 @@ class DecodeState(nn.Module):
             self.final[slot, :1] = final
         self.num_final[slot] = 1
         self.sampling.seat(slot, state)
+        self._asking.discard(slot)
+        if state.sampling.has_edits:
+            self._asking.add(slot)
+
+    def leave(self, slot: int) -> None:
+        """Its sequence is gone. Its rows hold what they hold; what the host keeps of it goes."""
+        self._asking.discard(slot)
+        self.sampling.grammars.leave(slot)
+
+    def asks(self, slots: Iterable[int]) -> bool:
+        """Whether anything is to be done to the logits of any of these slots."""
+        return not self._asking.isdisjoint(slots)
 
     def windows(self, line: Tensor) -> Tensor:
         """N-gram windows [B * W, N] of the last W tokens of ``line`` [B, R + W - 1]."""

@@ -56,7 +56,7 @@ class Decoder:
 
     def leave(self, state: SlotState) -> None:
         """It does not decode any more. Its rows hold what they hold; what the host keeps of it goes."""
-        self._state.sampling.leave(self._group.row(state.slot))
+        self._state.leave(self._group.row(state.slot))
 
     def step(self, states: Sequence[SlotState], num_seqs: int, *, num_candidates: int = 0) -> tuple[SlotOutput, ...]:
         """One step of these sequences; what stands of their windows. ``num_seqs``: what the fullest group has.

@@ -89,7 +89,7 @@ class StepForms:
         if self._sizes:
             found = self._compiled(padded, slots, num_candidates)
         else:
-            step = self._step if self._step.state.sampling.asks(slots) else self._step.plain
+            step = self._step if self._step.state.asks(slots) else self._step.plain
             found = step(padded, (*lengths, *[self._padding_length] * missing), num_candidates)
         drawn, counts, logits = (tensor[: len(slots)] for tensor in found)
         return drawn, counts, logits
@@ -101,11 +101,11 @@ class StepForms:
             return self._forms[size, "best"](padded)
         if (size, "whole") in self._forms:
             return self._forms[size, "whole"](padded)
-        sampling = self._step.state.sampling
-        if not sampling.asks(slots):
+        state = self._step.state
+        if not state.asks(slots):
             return self._forms[size, "plain"](padded)
         (line,) = self._forms[size, "line"](padded)
-        masks = self._step.masks(padded, line, is_any_bound=sampling.grammars.binds(slots))
+        masks = self._step.masks(padded, line, is_any_bound=state.sampling.grammars.binds(slots))
         return self._forms[size, "verify"](padded, line, *masks)
 
     def _tensor(self, slots: Sequence[int]) -> Tensor:

@@ -8,7 +8,6 @@ Knows neither plans nor windows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -53,7 +52,6 @@ class SamplingState(nn.Module):
         self.bias_ids = buffer(MAX_BIAS)
         self.bias = buffer(MAX_BIAS, dtype=torch.float32)
         self.grammars = GrammarMasks(vocabulary, device)
-        self._asking: set[int] = set()  # slots whose logits something is done to
 
     def seat(self, slot: int, state: SlotState) -> None:
         """A sequence is sampled from now on, behind the tokens that are known of it."""
@@ -70,19 +68,8 @@ class SamplingState(nn.Module):
         self.repetition[slot] = rule.repetition_penalty
         self.bias[slot].zero_()
         self.grammars.seat(slot, rule.grammar, state.token_ids[state.prompt_len : state.num_tokens].tolist())
-        self._asking.discard(slot)
         if rule.has_edits:
-            self._asking.add(slot)
             self._fill_tables(slot, state)
-
-    def leave(self, slot: int) -> None:
-        """Its sequence is gone. Its rows hold what they hold; what the host keeps of it goes."""
-        self._asking.discard(slot)
-        self.grammars.leave(slot)
-
-    def asks(self, slots: Iterable[int]) -> bool:
-        """Whether anything is to be done to the logits of any of these slots."""
-        return not self._asking.isdisjoint(slots)
 
     def rows(self, slots: Tensor, positions: Tensor, drafts: Tensor, masks: Masks | None) -> SamplingRows:
         """How tokens at ``positions`` [B, W] are sampled: [B * W] rows.

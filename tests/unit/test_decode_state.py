@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -132,3 +134,18 @@ def test_put_writes_these_rows_only() -> None:
     rows = torch.arange(12).view(4, 3)
     put(rows, torch.tensor([2, 0]), torch.tensor([[9, 9, 9], [8, 8, 8]]))
     assert rows.tolist() == [[8, 8, 8], [3, 4, 5], [9, 9, 9], [9, 10, 11]]
+
+
+def test_who_asks_for_something_is_known_to_the_host() -> None:
+    group = Group(1)
+    state, pool = group.ranks[0], GroupPool(0, 1, 128)
+    assert not state.asks(range(len(LENGTHS)))
+    rule = replace(group.admits[0].sampling, min_tokens=1)
+    record = admit(pool, 2, group.ids[2], block_size=BLOCK, room=5, num_computed=len(group.ids[2]) - 1, sampling=rule)
+    state.seat(2, SlotState(record, 1, BLOCK), torch.zeros(1, 2))
+    assert state.asks([0, 2]) and not state.asks([0, 1])
+    state.seat(2, group.states[2], torch.zeros(1, 2))
+    assert not state.asks([2])
+    state.seat(2, SlotState(record, 1, BLOCK), torch.zeros(1, 2))
+    state.leave(2)
+    assert not state.asks([2])

@@ -43,14 +43,14 @@ class Step(nn.Module):
         self.has_split_head = has_split_head
         self.num_candidates: list[int] = []
         grammars = SimpleNamespace(binds=lambda slots: not bound.isdisjoint(slots))
-        sampling = SimpleNamespace(grammars=grammars, asks=lambda slots: not (bound | asking).isdisjoint(slots))
         self.state = SimpleNamespace(
             padding=SLOTS,
             padding_length=5,
             shape=SHAPE,
             num_tokens=torch.zeros(SLOTS + 1),
             recent=torch.zeros((SLOTS + 1, 4), dtype=torch.int64),
-            sampling=sampling,
+            sampling=SimpleNamespace(grammars=grammars),
+            asks=lambda slots: not (bound | asking).isdisjoint(slots),
         )
         self.calls: list[tuple[list[int], tuple[int, ...]]] = []
         self.parts: list[str] = []

@@ -68,15 +68,9 @@ def test_a_row_sees_the_drafts_before_it(state: SamplingState) -> None:
     assert int(edits.counts.sum()) == 2, "drafts are not counted"
 
 
-def test_who_asks_for_something_is_known_to_the_host(state: SamplingState) -> None:
-    assert [state.asks(slots) for slots in ([], [0, 2], [2, 1])] == [False, False, True]
+def test_rows_of_slots_that_ask_for_nothing_have_no_edits(state: SamplingState) -> None:
     slots = torch.tensor([2])
     assert state.rows(slots, torch.tensor([[2]]), torch.empty((1, 0), dtype=torch.int64), None).edits is None
-    state.seat(2, known([1, 2], replace(GREEDY, min_tokens=1), 1))
-    state.seat(1, known([1, 2], replace(GREEDY, temperature=1.0), 1))
-    assert state.asks([2]) and not state.asks([1])
-    state.leave(2)
-    assert not state.asks([0, 1, 2])
 
 
 def test_only_what_stands_is_counted(state: SamplingState) -> None:
