@@ -217,7 +217,7 @@ def test_sizes_and_facts_have_folders_of_their_own(small: DecodeStep, tmp_path: 
 def seated(table: Table, variant: str, num_drafts: int) -> DecodeStep:
     """A step on the host, with weights and with sequences in its slots."""
     torch.manual_seed(3)
-    size = Size(num_drafts=num_drafts, device="cpu", dtype=torch.float32, num_blocks=40)
+    size = Size(num_drafts=num_drafts, device="cpu", num_blocks=40)
     step = make_step(config_of(variant, "num_layers=1"), table(ALL), size)
     for tensor in step.parameters():
         tensor.data.copy_(torch.randn(tensor.shape) * 0.05)
@@ -248,12 +248,12 @@ def test_what_is_compiled_computes_what_eager_mode_does(table: Table, variant: s
     compiled = Plain(other)
     found = [run_eagerly(compiled.forward, slots) for _ in range(2)]
     for one, expected in zip(itertools.chain(*found), itertools.chain(*wanted), strict=True):
-        assert torch.equal(one, expected) if one.dtype == torch.int64 else torch.allclose(one, expected, atol=1e-4)
+        assert torch.equal(one, expected) if one.dtype == torch.int64 else torch.allclose(one, expected, atol=0.05)
     written = set()
     for (name, one), (_, expected) in zip(other.named_buffers(), eager.named_buffers(), strict=True):
         if name.endswith("grammars.number"):  # of a table, not of what is computed
             continue
-        assert torch.allclose(one.double(), expected.double(), atol=1e-4, equal_nan=True), name
+        assert torch.allclose(one.double(), expected.double(), atol=0.05, equal_nan=True), name
         written |= {name} if not torch.equal(expected, tensors[name]) else set()
     assert {"state.recent", "state.num_tokens", "state.sampling.counts"} <= written and len(written) >= 5
 
