@@ -20,7 +20,7 @@ from longcat_pd.engine import ge_graph
 from longcat_pd.engine.compile_cache import CacheEntry, code_digest
 from longcat_pd.engine.decode_step import DecodeStep
 from longcat_pd.engine.grammar import Vocabulary
-from longcat_pd.engine.step_parts import Plain, StepPart, parts_of
+from longcat_pd.engine.step_parts import Line, Plain, StepPart, Verify, parts_of
 from longcat_pd.kernels import NpuSettings, Ops
 from longcat_pd.kernels.npu.streams import SIDE_STREAM
 from longcat_pd.kernels.reference import table as reference
@@ -238,15 +238,21 @@ def seated(table: Table, variant: str, num_drafts: int) -> DecodeStep:
 
 @pytest.mark.parametrize(("variant", "num_drafts"), [("2.0", 3), ("chat", 0)])
 def test_what_is_compiled_computes_what_eager_mode_does(table: Table, variant: str, num_drafts: int) -> None:
-    """Of torch's graph behind torchair's own passes: tokens, counts, and all that is written."""
+    """Of torch's graphs behind torchair's own passes, in the two parts of a step: tokens, counts, all that is written."""
+    if table is product and variant == "chat":
+        pytest.skip("torchair's own attention has no form that runs on the host")
     install()
     slots = torch.tensor([1, 0, 3, 2])
     eager, other = (seated(table, variant, num_drafts) for _ in range(2))
     tensors = {name: tensor.clone() for name, tensor in eager.named_buffers()}
+
+    def taken(step: DecodeStep, run: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        (line,) = run(Line(step).forward, slots)
+        return run(Verify(step).forward, slots, line, *step.masks(slots, line, is_any_bound=False))
+
     with torch.no_grad():
-        wanted = [Plain(eager)(slots) for _ in range(2)]
-    compiled = Plain(other)
-    found = [run_eagerly(compiled.forward, slots) for _ in range(2)]
+        wanted = [taken(eager, lambda function, *given: function(*given)) for _ in range(2)]
+    found = [taken(other, run_eagerly) for _ in range(2)]
     for one, expected in zip(itertools.chain(*found), itertools.chain(*wanted), strict=True):
         assert torch.equal(one, expected) if one.dtype == torch.int64 else torch.allclose(one, expected, atol=0.05)
     written = set()
