@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from longcat_pd.kernels.npu import int8, ngram, norms, weights
-from longcat_pd.kernels.npu.drawing import with_static_draws
+from longcat_pd.kernels.npu.execution import executed
 from longcat_pd.kernels.npu.latent import with_attention
 from longcat_pd.kernels.npu.mixture import with_experts
 from longcat_pd.kernels.npu.operators import has, require
 from longcat_pd.kernels.npu.settings import NpuSettings
-from longcat_pd.kernels.npu.streams import with_streams
 from longcat_pd.kernels.ops import Ops
 from longcat_pd.kernels.reference import table as reference
 
@@ -29,9 +28,7 @@ def table(settings: NpuSettings, *, exe_mode: str) -> Ops:
     """
     made = _with_rows(reference())
     made = with_experts(with_attention(made, exe_mode=exe_mode), settings)
-    if exe_mode != "eager":
-        made = with_static_draws(made)
-    return with_streams(made, settings, exe_mode=exe_mode)
+    return executed(made, settings, exe_mode=exe_mode)
 
 
 def _with_rows(made: Ops) -> Ops:

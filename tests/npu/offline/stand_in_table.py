@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longcat_pd.kernels.npu import NpuSettings
-from longcat_pd.kernels.npu.drawing import with_static_draws
-from longcat_pd.kernels.npu.streams import with_streams
+from longcat_pd.kernels.npu.execution import executed
 from longcat_pd.kernels.ops import Ops, PrologScales, PrologWeights
 from longcat_pd.kernels.reference import norm, table
 
@@ -41,7 +40,7 @@ def stand_ins(settings: NpuSettings, *, exe_mode: str = "ge_graph") -> Ops:
         route_topk=route_topk,
         ngram_ids=ngram_ids,
     )
-    return with_streams(with_static_draws(plain), settings, exe_mode=exe_mode)
+    return executed(plain, settings, exe_mode=exe_mode)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
