@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from longcat_pd.kernels.npu import NpuSettings
 from longcat_pd.kernels.npu import table as npu_table
+from longcat_pd.kernels.npu.execution import executed
 from longcat_pd.kernels.npu.sizes import IndexerSizes, ModelSizes
 from longcat_pd.kernels.npu.sizes import check_sizes as check_npu_sizes
 from longcat_pd.kernels.opaque import sealed
@@ -35,7 +36,9 @@ def load(
     ``npu``: what can be chosen on that device.
     """
     if device == "npu":
-        return with_twins(npu_table(npu or NpuSettings(), exe_mode=exe_mode), unfused, is_steady=False)
+        settings = npu or NpuSettings()
+        made = executed(npu_table(settings, exe_mode=exe_mode), settings, exe_mode=exe_mode)
+        return with_twins(made, unfused, is_steady=False)
     plain = with_twins(steady_table() if is_steady else table(), unfused, is_steady=is_steady)
     return plain if exe_mode == "eager" else sealed(plain, is_steady=is_steady, unfused=unfused)
 

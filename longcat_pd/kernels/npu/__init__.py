@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from longcat_pd.kernels.npu import int8, ngram, norms, weights
-from longcat_pd.kernels.npu.execution import executed
 from longcat_pd.kernels.npu.latent import with_attention
 from longcat_pd.kernels.npu.mixture import with_experts
 from longcat_pd.kernels.npu.operators import has, require
@@ -27,8 +26,7 @@ def table(settings: NpuSettings, *, exe_mode: str) -> Ops:
         Unsupported: operators are missing that have no stand-in.
     """
     made = _with_rows(reference())
-    made = with_experts(with_attention(made, exe_mode=exe_mode), settings)
-    return executed(made, settings, exe_mode=exe_mode)
+    return with_experts(with_attention(made, exe_mode=exe_mode), settings)
 
 
 def _with_rows(made: Ops) -> Ops:
