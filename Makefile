@@ -78,6 +78,7 @@ $(NPU)/stand-ins/complete: tests/npu/offline/stand_ins.py $(NPU)/site/complete
 
 test-npu: $(NPU)/stand-ins/complete
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH=$(NPU)/stand-ins PYTHONPATH=$(NPU)/site $(PYTEST) tests/npu/offline tests/npu/test_schema_lines.py
+	$(PYTEST) tests/npu --ignore tests/npu/offline
 
 # For who has a card. VENV: an environment with torch_npu, its torch, and the packages of pyproject.toml; nothing is installed here.
 .PHONY: test-hardware

@@ -37,6 +37,9 @@ class Script(nn.Module):
         put(self.rounds, seen.slots, rounds + 1)
         return torch.where(places < right, tokens, (tokens + 1) % 1000)
 
+    def catch_up(self, seen: Seen) -> None:
+        """Knows everything."""
+
 
 def scripted(truth: Sequence[Sequence[int]], pattern: Sequence[int]) -> MakeDrafts:
     """See Script."""
@@ -56,6 +59,9 @@ class Listener(nn.Module):
         for slot, newest, tokens in zip(seen.slots.tolist(), seen.newest.tolist(), drafts.tolist(), strict=True):
             self.heard.append((slot, newest + 1, tokens))
         return drafts if self.script is None else self.script(seen)
+
+    def catch_up(self, seen: Seen) -> None:
+        self.source.catch_up(seen)
 
 
 def listening(make: MakeDrafts, listeners: list[Listener], script: MakeDrafts | None = None) -> MakeDrafts:

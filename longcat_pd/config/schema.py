@@ -111,9 +111,12 @@ class PoolConfig:
 
     @property
     def num_graphs(self) -> int:
-        """Graphs that each rank compiles: of a split head one more for each size, and two where a device's graph is cut."""
-        is_cut = self.engine.exe_mode in ("ge_graph", "npugraph_ex")
-        return len(self.engine.buckets) * (1 + (self.parallel.lmhead_tp_size > 1) + 2 * is_cut)
+        """Graphs that each rank compiles: of a split head one more for each size, and those that a device's step is cut
+        into (``engine/step_parts.py``).
+        """
+        mode, drafts = self.engine.exe_mode, self.engine.num_draft_tokens
+        cuts = {"npugraph_ex": 2, "ge_graph": 1 + drafts if drafts else 2}.get(mode, 0)
+        return len(self.engine.buckets) * (1 + (self.parallel.lmhead_tp_size > 1) + cuts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from longcat_pd.engine.decode_state import DecodeState, put
 from longcat_pd.engine.masks import Masks
 from longcat_pd.engine.sampler import drawn
-from longcat_pd.engine.speculative import DraftSource, Seen, accepted
+from longcat_pd.engine.speculative import DraftSource, ModelDrafts, Seen, accepted
 from longcat_pd.kernels.ops import Ops
 from longcat_pd.models.causal_lm import CausalLM
 
@@ -55,11 +55,17 @@ class DecodeStep(nn.Module):
 
     def line(self, slots: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """The first part: kept tokens of each slot, the newest last, and the drafts behind it, [B, R + W - 1]."""
-        recent = self.state.recent[slots]
-        if self._drafts is None:
-            return recent
-        newest = self.state.num_tokens[slots] - 1
-        return torch.cat((recent, self._drafts(Seen(slots, newest, recent, lengths))), 1)
+        seen = self.seen(slots, lengths)
+        return seen.recent if self._drafts is None else torch.cat((seen.recent, self._drafts(seen)), 1)
+
+    def seen(self, slots: Tensor, lengths: tuple[int, ...]) -> Seen:
+        """What drafts are made from."""
+        return Seen(slots, self.state.num_tokens[slots] - 1, self.state.recent[slots], lengths)
+
+    @property
+    def rounds(self) -> ModelDrafts | None:
+        """Where drafts come from, if every one of them can be asked for by itself."""
+        return self._drafts if isinstance(self._drafts, ModelDrafts) else None
 
     def masks(self, slots: Tensor, line: Tensor, *, is_any_bound: bool = True) -> Masks:
         """Between the parts: what the grammars of the slots allow behind the drafts of ``line``. Calls the host if any of
@@ -95,6 +101,8 @@ class DecodeStep(nn.Module):
         found = tokens.view(-1, shape.window)
         count = accepted(found, self._drafts_of(line))
         self._remember(slots, torch.cat((line[:, : shape.history], found), 1), count, final=final)
+        if self._drafts is not None:
+            self._drafts.catch_up(self.seen(slots, lengths))
         if masks is not None:
             state.sampling.count(slots, found, self._grown(slots, count), self._ops.store)
         return found, count, logits.view(*found.shape, logits.shape[-1])

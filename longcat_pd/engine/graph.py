@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longcat_pd.config.resolve import compile_cache
 from longcat_pd.config.schema import EngineConfig, RankSpec
 from longcat_pd.engine.compile_cache import CacheEntry, code_digest, short_digest
 from longcat_pd.engine.decode_step import DecodeStep, Found
-from longcat_pd.engine.step_parts import StepPart, parts_of
+from longcat_pd.engine.step_parts import GraphLimits, StepPart, parts_of, run_parts, shapes_in, shapes_of
 from longcat_pd.log import logger
 from longcat_pd.parallel.traffic import Traffic
 
@@ -30,17 +29,16 @@ Compile = Callable[[StepPart, int, CacheEntry], tuple[Form, bool]]
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """What is behind an exe_mode. ``module`` has ``compiled`` and is imported when the mode is chosen; ``is_cut``: its
-    graphs cannot call the host in their middle, neither for masks nor to count what collectives send."""
+    """What is behind an exe_mode. ``module`` has ``compiled`` and is imported when the mode is chosen."""
 
     module: str
-    is_cut: bool
+    limits: GraphLimits
 
 
 COMPILERS: Mapping[str, Compiler] = {
-    "inductor": Compiler("longcat_pd.engine.inductor", is_cut=False),
-    "ge_graph": Compiler("longcat_pd.engine.ge_graph", is_cut=True),
-    "npugraph_ex": Compiler("longcat_pd.engine.npugraph_ex", is_cut=True),
+    "inductor": Compiler("longcat_pd.engine.inductor", GraphLimits()),
+    "ge_graph": Compiler("longcat_pd.engine.ge_graph", GraphLimits(is_cut=True, writes_once=True)),
+    "npugraph_ex": Compiler("longcat_pd.engine.npugraph_ex", GraphLimits(is_cut=True)),
 }
 
 
@@ -58,7 +56,7 @@ class StepForms:
         self._padding = step.state.padding
         self._padding_length = step.state.padding_length
         self._sizes: list[int] = []  # that are compiled, the smallest first
-        self._forms: dict[tuple[int, str], Form] = {}  # by sequences and name of the part
+        self._forms: dict[int, dict[str, Form]] = {}  # by sequences, and by name of the part
         self.num_compilations = 0
         self._talks = spec.instance.parallel.world_size > 1
         self._is_quiet = spec.rank > 0  # what one rank says, the others would repeat
@@ -87,26 +85,13 @@ class StepForms:
         missing = size - len(slots)
         padded = self._tensor([*slots, *[self._padding] * missing])
         if self._sizes:
-            found = self._compiled(padded, slots, num_candidates)
+            takes_best = num_candidates == 1
+            found = run_parts(self._step, self._forms[size], padded, slots=slots, takes_best=takes_best)
         else:
             step = self._step if self._step.state.asks(slots) else self._step.plain
             found = step(padded, (*lengths, *[self._padding_length] * missing), num_candidates)
         drawn, counts, logits = (tensor[: len(slots)] for tensor in found)
         return drawn, counts, logits
-
-    def _compiled(self, padded: Tensor, slots: Sequence[int], num_candidates: int) -> tuple[Tensor, ...]:
-        """``slots``: those of ``padded`` that are somebody's."""
-        size = len(padded)
-        if num_candidates == 1 and (size, "best") in self._forms:
-            return self._forms[size, "best"](padded)
-        if (size, "whole") in self._forms:
-            return self._forms[size, "whole"](padded)
-        state = self._step.state
-        if not state.asks(slots):
-            return self._forms[size, "plain"](padded)
-        (line,) = self._forms[size, "line"](padded)
-        masks = self._step.masks(padded, line, is_any_bound=state.sampling.grammars.binds(slots))
-        return self._forms[size, "verify"](padded, line, *masks)
 
     def _tensor(self, slots: Sequence[int]) -> Tensor:
         return torch.tensor(slots, dtype=torch.int64, device=self._step.state.num_tokens.device)
@@ -114,26 +99,28 @@ class StepForms:
     def _compile(self, engine: EngineConfig, facts: Mapping[str, str], *, name: str) -> None:
         """All parts for all sizes, the largest first: what it needs of memory serves the others too."""
         compiler = COMPILERS[engine.exe_mode]
-        is_silent = compiler.is_cut and self._talks
+        is_silent = compiler.limits.is_cut and self._talks
         compile_part: Compile = importlib.import_module(compiler.module).compiled
         say = logger().debug if self._is_quiet else logger().info
         self._sizes = sorted(engine.buckets)
-        parts = parts_of(self._step, is_cut=compiler.is_cut)
+        parts = parts_of(self._step, compiler.limits)
+        self._forms = {size: {} for size in self._sizes}
         for size, part in itertools.product(reversed(self._sizes), parts):
             began = time.monotonic()
             say("step_compiling", num_seqs=size, sizes=list(engine.buckets), part=part.name)
             shape = {**facts, "num_seqs": str(size), "part": part.name}
             entry = CacheEntry(compile_cache(engine), f"{name}-seqs{size}-{part.name}", shape)
             form, is_new = compile_part(part, size, entry)
-            self._forms[size, part.name] = self._counted(form, part, size) if is_silent else form
+            self._forms[size][part.name] = self._counted(form, part, size) if is_silent else form
             self.num_compilations += is_new
             seconds = round(time.monotonic() - began, 3)
             say("step_compiled", num_seqs=size, seconds=seconds, source="compiler" if is_new else "cache")
 
     def _counted(self, form: Form, part: StepPart, num_seqs: int) -> Form:
         """The form, whose every run counts as much as the part does as it stands; which is seen without computing it."""
-        with self._traffic.noted() as note, FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            part(*part.examples(num_seqs))
+        examples = shapes_in(part, num_seqs)
+        with self._traffic.noted() as note:
+            shapes_of(part, examples)
         if not note.kinds:
             return form
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from longcat_pd.engine.decode_state import DecodeState
 from longcat_pd.models.batch import ForwardInputs
 from longcat_pd.models.causal_lm import CausalLM
+from longcat_pd.models.mtp import Chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +39,28 @@ class DraftSource(Protocol):
         """Guesses at the tokens behind the newest of each sequence, [B, drafts]."""
         ...
 
+    def catch_up(self, seen: Seen) -> None:
+        """A step is over, and its state is written: what it made certain is taken in, but for the newest token."""
+        ...
+
 
 MakeDrafts = Callable[[CausalLM, DecodeState], DraftSource]
+
+
+class Guess(NamedTuple):
+    """Between two rounds: the newest tokens [B, R] and the drafts so far behind them, and what the next draft is made of:
+    a hidden state [B, hidden], and the keys that all rounds attend to, if there are such."""
+
+    line: Tensor
+    hidden: Tensor
+    keys: Tensor | None = None
 
 
 class ModelDrafts(nn.Module):
     """Drafts of the checkpoint's own draft layer: always its arg-max.
 
-    A round first gives the layer the positions that have become certain since the last one, with the target's hidden
-    states; what the layer cached for drafts is overwritten by that. The newest of them yields the first draft, and every
-    draft the next one.
+    When a step is over the layer is given the positions that have become certain, with the target's hidden states; what it
+    cached for drafts is overwritten by that. The newest of them yields the first draft, and every draft the next one.
     """
 
     def __init__(self, model: CausalLM, state: DecodeState) -> None:
@@ -57,21 +70,29 @@ class ModelDrafts(nn.Module):
 
     def forward(self, seen: Seen) -> Tensor:
         """See DraftSource."""
-        state = self._state
-        final, count = state.final[seen.slots], state.num_final[seen.slots].unsqueeze(1)
-        self._catch_up(seen, final, count)
-        last = (count - 1).unsqueeze(-1).expand(-1, 1, final.shape[-1])
-        hidden, chosen, tokens = final.gather(1, last).squeeze(1), None, [seen.recent[:, -1]]
-        for number in range(state.shape.num_drafts):
-            position = (seen.newest - 1 + number).unsqueeze(1)
-            inputs = _behind(state.inputs(seen.slots, position, lengths=seen.lengths, token_ids=tokens[-1]))
-            hidden, chosen = self._model.draft_step(hidden, inputs, chosen)
-            tokens.append(self._model.best(hidden, inputs.outputs))
-        return torch.stack(tokens[1:], 1)
+        guess = self.begun(seen)
+        for number in range(self._state.shape.num_drafts):
+            guess = self.round(seen, guess, number)
+        return guess.line[:, self._state.shape.history :]
 
-    def _catch_up(self, seen: Seen, final: Tensor, count: Tensor) -> None:
-        """All certain positions but the newest, which only have to be cached: row i stands ``count - i`` before that."""
+    def begun(self, seen: Seen) -> Guess:
+        """Before the first round."""
+        final, count = self._state.final[seen.slots], self._state.num_final[seen.slots]
+        last = (count - 1).view(-1, 1, 1).expand(-1, 1, final.shape[-1])
+        return Guess(seen.recent, final.gather(1, last).squeeze(1))
+
+    def round(self, seen: Seen, guess: Guess, number: int) -> Guess:
+        """One more draft, ``number`` of them being there."""
+        position = (seen.newest - 1 + number).unsqueeze(1)
+        inputs = _behind(self._state.inputs(seen.slots, position, lengths=seen.lengths, token_ids=guess.line[:, -1]))
+        hidden, chosen = self._model.draft_step(guess.hidden, inputs, Chosen(guess.keys) if number else None)
+        token = self._model.best(hidden, inputs.outputs)
+        return Guess(torch.cat((guess.line, token.unsqueeze(1)), 1), hidden, chosen.keys)
+
+    def catch_up(self, seen: Seen) -> None:
+        """See DraftSource. Row i stands ``count - i`` before the newest; such positions only have to be cached."""
         state, shape = self._state, self._state.shape
+        final, count = state.final[seen.slots], state.num_final[seen.slots].unsqueeze(1)
         rows = torch.arange(shape.num_drafts, device=final.device)
         behind = (shape.history - count + rows).clamp(0, shape.history - 1)
         positions = (seen.newest.unsqueeze(1) - count + rows).clamp_min(0)

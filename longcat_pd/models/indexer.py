@@ -51,7 +51,7 @@ class Indexer(nn.Module):
     def store(self, x: Tensor, rotation: Tensor, *, inputs: ForwardInputs) -> None:
         """Stores the index keys of the rows, for rows that attend to nothing."""
         keys = self._turn(self.k_norm(self.wk(x)), rotation)
-        self._ops.store(self._cache.tensor(f"index.{self._attention}"), inputs.slot_mapping, keys)
+        self._ops.store(self._cache.pages(f"index.{self._attention}"), inputs.slot_mapping, keys)
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """The four projections and norms."""

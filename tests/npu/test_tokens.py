@@ -5,8 +5,10 @@ In fp32, which no device computes in: CPU kernels take it so that tokens can be 
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -94,12 +96,17 @@ def checkpoint(tiny: MakeCheckpoint, tmp_path_factory: pytest.TempPathFactory): 
     return make
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3])
-@pytest.mark.parametrize("is_int8", [False, True], ids=["float", "int8"])
-@pytest.mark.parametrize("variant", ["2.0", "lite-sparse", "lite", "chat"])
+def alone_rows() -> Iterator[object]:
+    """Every variant, with and without int8 and drafts (lite has no draft layer); some of them in the default suite."""
+    usual = {("2.0", False, 3), ("2.0", True, 3), ("lite", True, 0), ("chat", False, 3)}
+    for row in itertools.product(WIDTHS, (False, True), (0, 3)):
+        if row[0] != "lite" or not row[2]:
+            name = f"{row[0]}-{'int8' if row[1] else 'float'}-{row[2]}"
+            yield pytest.param(*row, id=name, marks=() if row in usual else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("variant", "is_int8", "num_drafts"), alone_rows())
 def test_one_rank(checkpoint, variant: str, is_int8: bool, num_drafts: int) -> None:  # type: ignore[no-untyped-def]
-    if variant == "lite" and num_drafts:
-        return  # has no draft layer
     path = checkpoint(variant, is_int8=is_int8)
     wanted = alone(path, is_npu=False, is_int8=is_int8)
     check(alone(path, num_drafts, is_npu=True, is_int8=is_int8), wanted, is_int8=is_int8)
@@ -130,7 +137,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+USUAL = ("kvp", "fused, int8")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in USUAL else pytest.mark.slow) for n in LAYOUTS])
 def test_many_ranks(checkpoint, name: str) -> None:  # type: ignore[no-untyped-def]
     layout = LAYOUTS[name]
     path = checkpoint(layout.variant, is_int8=layout.is_int8)

@@ -27,6 +27,7 @@ from longcat_pd.engine.plan import SlotSampling
 from longcat_pd.engine.rank_model import load_rank_model
 from longcat_pd.engine.runner import ModelRunner
 from longcat_pd.engine.speculative import MakeDrafts, ModelDrafts
+from longcat_pd.engine.step_parts import GraphLimits
 from longcat_pd.kernels.reference.sampling import keyed_uniform
 from longcat_pd.parallel.layout import ParallelLayout
 from longcat_pd.parallel.mesh import Mesh
@@ -272,19 +273,33 @@ def test_two_ranks_say_what_the_loop_says(tiny: MakeCheckpoint, sizes: dict[str,
     assert found[0] == truth(path)
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize(
+    ("num_drafts", "limits", "parts"),
+    [
+        (0, GraphLimits(is_cut=True), {"plain", "line", "verify"}),
+        (3, GraphLimits(is_cut=True), {"plain", "line", "verify"}),
+        (0, GraphLimits(is_cut=True, writes_once=True), {"plain", "line", "verify"}),
+        (3, GraphLimits(is_cut=True, writes_once=True), {"draft_0", "draft_1", "draft_2", "check", "verify"}),
+    ],
+)
 def test_a_step_that_is_cut_says_what_the_loop_says(
-    tiny: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_drafts: int
+    tiny: MakeCheckpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_drafts: int,
+    limits: GraphLimits,
+    parts: set[str],
 ) -> None:
     """Where no graph can call the host: in one where nobody of a batch asks for anything, else in two with the masks of
-    those who are bound between them."""
-    monkeypatch.setattr(graph, "COMPILERS", {"inductor": graph.Compiler("tests.plain_parts", is_cut=True)})
+    those who are bound between them. And every draft by itself, where a graph can write to a cache only once."""
+    monkeypatch.setattr(graph, "COMPILERS", {"inductor": graph.Compiler("tests.plain_parts", limits)})
     plain_parts.RUN.clear()
     path = tiny(VARIANT, with_tokenizer=True)
     spec = compiled(spec_of(path, num_drafts, ParallelConfig()), tmp_path)
     check(said_by(spec, Mesh.single(), Crowd(at_once=4, joining=2)), path)
     ran = Counter(plain_parts.RUN)
-    assert {*ran} == {"plain", "line", "verify"} and ran["line"] == ran["verify"]
+    assert {*ran} == parts and ran["line"] in (0, ran["verify"])
+    assert ran["draft_0"] == ran["draft_2"] == (ran["check"] + ran["verify"] if "check" in parts else 0)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from longcat_pd.engine.decode_state import DecodeShape
 from longcat_pd.engine.decode_step import Found
 from longcat_pd.engine.graph import Compiler as Record
 from longcat_pd.engine.graph import StepForms
-from longcat_pd.engine.step_parts import StepPart
+from longcat_pd.engine.step_parts import GraphLimits, StepPart
 from longcat_pd.parallel.traffic import AxisTraffic, Traffic
 from tests.compiled import with_engine
 from tests.parity.gloo import rank_specs
@@ -41,6 +41,7 @@ class Step(nn.Module):
     ) -> None:
         super().__init__()
         self.has_split_head = has_split_head
+        self.rounds = None
         self.num_candidates: list[int] = []
         grammars = SimpleNamespace(binds=lambda slots: not bound.isdisjoint(slots))
         self.state = SimpleNamespace(
@@ -128,7 +129,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple
         module = ModuleType("fake_compiler")
         module.compiled = compiler  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "fake_compiler", module)
-        monkeypatch.setattr(graph, "COMPILERS", {"inductor": Record("fake_compiler", is_cut)})
+        monkeypatch.setattr(graph, "COMPILERS", {"inductor": Record("fake_compiler", GraphLimits(is_cut=is_cut))})
         spec = spec or rank_specs(tmp_path, ParallelConfig())[0]
         mode = "inductor" if buckets else "eager"
         spec = with_engine(spec, exe_mode=mode, buckets=buckets, compile_cache=str(tmp_path))

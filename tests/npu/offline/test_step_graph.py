@@ -20,6 +20,7 @@ from longcat_pd.engine import ge_graph
 from longcat_pd.engine.compile_cache import CacheEntry, code_digest
 from longcat_pd.engine.decode_step import DecodeStep
 from longcat_pd.engine.grammar import Vocabulary
+from longcat_pd.engine.graph import COMPILERS
 from longcat_pd.engine.step_parts import Line, Plain, StepPart, Verify, parts_of
 from longcat_pd.kernels import NpuSettings, Ops
 from longcat_pd.kernels.npu.streams import SIDE_STREAM
@@ -40,6 +41,7 @@ from tests.npu.offline.steps import Size, config_of, kinds_of, make_step
 Table = Callable[[NpuSettings], Ops]
 ALL = NpuSettings(is_overlapped=True, is_prefetched=True, cube_cores=8, vector_cores=16, main_cube_cores=16)
 NUM_SEQS = 4
+GE = COMPILERS["ge_graph"].limits
 
 
 def product(settings: NpuSettings) -> Ops:
@@ -91,16 +93,17 @@ def cache_of(step: DecodeStep) -> KVCache:
 
 @pytest.mark.parametrize("soc", SOCS)
 @pytest.mark.parametrize(("variant", "num_drafts"), [("2.0", 3), ("chat", 3), ("lite", 0)])
-def test_a_step_is_one_graph(table: Table, soc: str, variant: str, num_drafts: int) -> None:
+def test_a_step_is_graphs_that_copy_no_cache(table: Table, soc: str, variant: str, num_drafts: int) -> None:
     """That there is a graph says that everything converts: the tracer has to take it whole, and no converter is missing."""
     with fake(soc):
         step = make_step(config_of(variant, "num_layers=2"), table(ALL), Size(num_drafts=num_drafts))
-        found = graph_of_part(Plain(step), soc)
-        # the compiler lets one node of a graph write to an input in place: the draft layer writes in every round
-        layer = step._model._draft_number
-        assert num_copied(step, found) == (len(cache_of(step).spec.entries_of_layer(layer)) if num_drafts else 0)
-        # two halves of two layers and, as far as there are drafts, their rounds
-        assert len(found.of("Cmo")) >= 2 * 4
+        *drafts, check = [part for part in parts_of(step, GE) if part.name not in ("line", "verify")]
+        assert [part.name for part in drafts] == [f"draft_{number}" for number in range(num_drafts)]
+        for part in drafts:
+            assert num_copied(step, graph_of_part(part, soc)) == 0
+        found = graph_of_part(check, soc)
+        assert num_copied(step, found) == 0
+        assert len(found.of("Cmo")) >= 2 * 4  # two halves of two layers
         labelled = [node for node in found.nodes if STREAM in node.attrs]
         assert {node.attrs[STREAM] for node in labelled} == {SIDE_STREAM}
         assert {(node.attrs[CUBES], node.attrs[VECTORS]) for node in labelled} == {("8", "16")}
@@ -108,6 +111,16 @@ def test_a_step_is_one_graph(table: Table, soc: str, variant: str, num_drafts: i
         assert {(node.attrs[CUBES], node.attrs[VECTORS]) for node in beside} == {("16", "24")}
         assert {"TopKV2", "MoeGatingTopK"} & {node.type for node in labelled}, "the router is beside"
         assert not {"FusedInferAttentionScore", "SparseFlashAttention", "MlaPrologV3"} & {node.type for node in labelled}
+
+
+def test_in_one_graph_the_draft_layers_cache_would_be_copied(table: Table) -> None:
+    """Why drafts are graphs of their own: this compiler lets one node of a graph write to an input in place."""
+    with fake():
+        step = make_step(config_of("chat", "num_layers=1"), table(NpuSettings()), Size(num_drafts=2))
+        layer = step._model._draft_number
+        assert num_copied(step, graph_of_part(Plain(step), "Ascend910B3")) == len(
+            cache_of(step).spec.entries_of_layer(layer)
+        )
 
 
 @pytest.mark.parametrize("soc", SOCS)
@@ -123,10 +136,8 @@ def test_both_parts_of_a_step_that_is_cut_are_graphs(table: Table, soc: str) -> 
     with fake(soc):
         vocabulary = Vocabulary(train(300).to_str(), 1024, [2])
         step = make_step(config_of("2.0", "num_layers=1"), table(ALL), Size(), vocabulary=vocabulary)
-        parts = parts_of(step, is_cut=True)
-        assert [part.name for part in parts] == ["plain", "line", "verify"]
-        plain, line, verify = (len(graph_of_part(part, soc).nodes) for part in parts)
-        assert max(line, verify) < plain
+        *drafts, check, verify = (len(graph_of_part(part, soc).nodes) for part in parts_of(step, GE))
+        assert len(drafts) == 3 and max(drafts) < check < verify
 
 
 # -- collectives
