@@ -105,7 +105,7 @@ def alone_rows() -> Iterator[object]:
             yield pytest.param(*row, id=name, marks=() if row in usual else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("variant", "is_int8", "num_drafts"), alone_rows())
+@pytest.mark.parametrize(("variant", "is_int8", "num_drafts"), [*alone_rows()])
 def test_one_rank(checkpoint, variant: str, is_int8: bool, num_drafts: int) -> None:  # type: ignore[no-untyped-def]
     path = checkpoint(variant, is_int8=is_int8)
     wanted = alone(path, is_npu=False, is_int8=is_int8)
