@@ -61,6 +61,7 @@ def table(request: pytest.FixtureRequest) -> Table:
 
 @pytest.fixture(autouse=True)
 def as_the_product_traces() -> Iterator[None]:
+    torch._dynamo.reset()  # equal code counts as the same, also of another test
     with torch._dynamo.config.patch(error_on_recompile=True):
         yield
 
