@@ -52,6 +52,9 @@ def check_device(config: ClusterConfig, pools: Mapping[Role, PoolConfig], *, fou
         return
     for role, pool in pools.items():
         _check_blocks(role, pool, found=found)
+        if config.npu.is_moe_overlapped and pool.engine.exe_mode == "npugraph_ex":
+            keys = ["npu.is_moe_overlapped", f"{role}.engine.exe_mode"]
+            found.cross(keys, f"{keys[0]}=true: {keys[1]}=npugraph_ex captures one stream; use ge_graph or eager")
     _check_cores(config.npu, found=found)
     _check_communicators(config.npu, pools, found=found)
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from longcat_pd.kernels.npu import NpuSettings
 from longcat_pd.kernels.npu import table as npu_table
 from longcat_pd.kernels.npu.execution import executed
-from longcat_pd.kernels.npu.sizes import IndexerSizes, ModelSizes
+from longcat_pd.kernels.npu.sizes import IndexerSizes, ModelSizes, fused_bytes
 from longcat_pd.kernels.npu.sizes import check_sizes as check_npu_sizes
 from longcat_pd.kernels.opaque import sealed
 from longcat_pd.kernels.ops import Ops
@@ -43,7 +43,13 @@ def load(
     return plain if exe_mode == "eager" else sealed(plain, is_steady=is_steady, unfused=unfused)
 
 
-def check_sizes(device: str, sizes: ModelSizes, *, npu: NpuSettings) -> None:
-    """Raises Unsupported: operators of the device do not take a model of these sizes. Plain torch takes any."""
-    if device == "npu":
-        check_npu_sizes(sizes, npu)
+def check_sizes(device: str, sizes: ModelSizes, *, npu: NpuSettings) -> int:
+    """Bytes that the communicator of the fused pair needs as a buffer; 0: there is none.
+
+    Raises:
+        Unsupported: operators of the device do not take a model of these sizes. Plain torch takes any.
+    """
+    if device != "npu":
+        return 0
+    check_npu_sizes(sizes, npu)
+    return fused_bytes(sizes, npu)

@@ -290,7 +290,7 @@ class Ops:
     """One function per operator. A backend is the reference table with entries replaced.
 
     ``moe_dispatch`` and ``moe_combine`` are a pair; None: the table has none. ``tile_elements``: what one call should make
-    at most (see ``models/tiles.py``).
+    at most (see ``models/tiles.py``). ``exact``: the type of small sums whose order must not show.
     """
 
     prepare: Prepare
@@ -325,3 +325,4 @@ class Ops:
     moe_dispatch: MoeDispatch | None = None
     moe_combine: MoeCombine | None = None
     tile_elements: int = MAX_ELEMENTS
+    exact: torch.dtype = torch.float64

@@ -130,7 +130,7 @@ class MixtureOfExperts(nn.Module):
         if self._config.zero_expert_type == "copy":  # of an older release: each counts once, whatever its weight
             weights = torch.ones_like(weights)
         is_zero = own.expert_ids >= self._config.n_routed_experts
-        zero_weight = (weights.double() * is_zero).sum(-1, keepdim=True)  # in fp64: the order of choices does not show
+        zero_weight = (weights.to(self._ops.exact) * is_zero).sum(-1, keepdim=True)
         total: Tensor = routed + x.float() * zero_weight.float()
         return total.to(x.dtype)
 

@@ -14,8 +14,6 @@ from longcat_pd.parallel.line import Line
 from longcat_pd.parallel.platform import Platform, platform_of
 from longcat_pd.parallel.traffic import Traffic
 
-JOIN_LIMIT_S = 20.0  # until all ranks of the instance have come to the rendezvous: they are started together
-
 _SILENT: frozenset[AxisName] = frozenset({"dp"})  # groups compute beside each other; what joins them has other axes
 _APART: dict[AxisName, AxisName] = {"fused": "ep"}  # communicators of operators, and whose ranks they join
 
@@ -105,7 +103,8 @@ class Mesh:
 def _make_groups(spec: RankSpec, layout: ParallelLayout, platform: Platform) -> dict[AxisName, dist.ProcessGroup]:
     """This rank's group of each axis. Axes of the same ranks and the same options share one."""
     # the driver judges a slow step first (step_timeout_s); a collective gives up only after the driver has
-    timeout = timedelta(seconds=spec.instance.engine.step_timeout_s + spec.instance.engine.rank_lost_s)
+    judged_s = spec.instance.engine.step_timeout_s + spec.instance.engine.rank_lost_s
+    timeout = timedelta(seconds=max(judged_s, platform.collective_limit_s))
     groups: dict[AxisName, dist.ProcessGroup] = {}
     made: dict[tuple[object, ...], dist.ProcessGroup] = {}
     told: dict[str, HcclOptions] = vars(spec.instance.npu.hccl)
@@ -125,12 +124,14 @@ def _make_groups(spec: RankSpec, layout: ParallelLayout, platform: Platform) -> 
 
 def _meet(spec: RankSpec, world_size: int, platform: Platform) -> None:
     """Makes the group of all ranks, which computes nothing. Raises RankLost (of RuntimeError are all errors here)."""
-    limit = timedelta(seconds=JOIN_LIMIT_S)
+    limit = timedelta(seconds=platform.join_limit_s)
     place = spec.rendezvous_host, spec.rendezvous_port
     backend = platform.collective_backend
     try:
         store = dist.TCPStore(*place, world_size, is_master=spec.rank == 0, timeout=limit)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=spec.rank, world_size=world_size, timeout=limit)
     except RuntimeError as error:
-        text = f"not all {world_size} ranks came to the rendezvous at {place[0]}:{place[1]} within {JOIN_LIMIT_S:g} s"
+        text = (
+            f"not all {world_size} ranks came to the rendezvous at {place[0]}:{place[1]} within {platform.join_limit_s:g} s"
+        )
         raise RankLost(f"rank {spec.rank}: {text}") from error

@@ -193,6 +193,9 @@ class Platform:
             SCHED_BATCH: gloo's spinning IO thread otherwise starves the thread that holds its lock for a scheduler tick,
             which makes small collectives of ranks that outnumber the cores 2.5 to 5 times slower.
         threads: torch threads of a rank; None leaves torch's choice.
+        join_limit_s: until all ranks of an instance, which are started together, have come to the rendezvous.
+        collective_limit_s: how long a rank waits for the others at least, before a collective is given up: graphs are tried
+            once before serving, and ranks compile them for minutes, not all equally long. While serving the driver judges.
     """
 
     kind: str
@@ -203,6 +206,8 @@ class Platform:
     runtime: Runtime
     scheduling_policy: int | None = None
     threads: int | None = None
+    join_limit_s: float = 20.0
+    collective_limit_s: float = 0.0
 
     def device(self, index: int) -> torch.device:
         """Of the rank at place ``index`` of its node."""
@@ -234,6 +239,8 @@ _PLATFORMS = {
         collective_backend="hccl",
         collectives="native",
         runtime=NpuRuntime(),
+        join_limit_s=300.0,  # CANN and torch_npu are read first, by all ranks of a node at once
+        collective_limit_s=1800.0,
     ),
 }
 

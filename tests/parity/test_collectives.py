@@ -19,6 +19,7 @@ from longcat_pd.errors import RankLost
 from longcat_pd.parallel import mesh as mesh_module
 from longcat_pd.parallel.collectives import AxisGroup
 from longcat_pd.parallel.mesh import Mesh
+from longcat_pd.parallel.platform import platform_of
 from tests.parity.gloo import on_ranks, rank_specs
 
 NOWHERE = Path("/nonexistent")
@@ -311,7 +312,8 @@ def test_a_collective_that_a_rank_never_enters_ends() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_never_comes_is_said_in_one_line(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh_module, "JOIN_LIMIT_S", 1.0)
+    hasty = replace(platform_of("cpu"), join_limit_s=1.0)
+    monkeypatch.setattr(mesh_module, "platform_of", lambda device: hasty)
     spec = rank_specs(NOWHERE, ParallelConfig(kvp_size=2, attn_tp_size=2))[rank]
     began = time.monotonic()
     with pytest.raises(RankLost, match=r"not all 2 ranks came to the rendezvous at 127\.0\.0\.1:\d+ within 1 s"):

@@ -192,3 +192,12 @@ def test_heads_of_a_rank_are_a_power_of_two(cluster: Path, heads: int, is_fit: b
 )
 def test_settings_of_npu_elsewhere(cluster: Path, override: str, line: str) -> None:
     assert refusal(cluster, "device=cpu", override) == [line]
+
+
+def test_one_captured_stream_has_nothing_beside_it(cluster: Path) -> None:
+    both = ("npu.is_moe_overlapped=true", "decode.engine.exe_mode=npugraph_ex")
+    assert any(
+        "npu.is_moe_overlapped=true: decode.engine.exe_mode=npugraph_ex captures" in line
+        for line in refusal(cluster, *both)
+    )
+    assert told(cluster, both[0], "decode.engine.exe_mode=ge_graph").npu.is_moe_overlapped

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from longcat_pd.kernels.npu import experts, fused, weights
 from longcat_pd.kernels.npu.operators import has, require
 from longcat_pd.kernels.npu.settings import NpuSettings
@@ -22,4 +24,5 @@ def with_experts(made: Ops, settings: NpuSettings) -> Ops:
         expert_rows=experts.rows_in(settings.dtype),
         moe_dispatch=dispatch,
         moe_combine=combine,
+        exact=torch.float32,  # a device computes fp64 on its host processor
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longcat_pd.kernels.npu.experts import check_experts
-from longcat_pd.kernels.npu.fused_limits import check_fused
+from longcat_pd.kernels.npu.fused_limits import check_fused, fused_buffer_bytes
 from longcat_pd.kernels.npu.limits import check_attention, check_indexer
 from longcat_pd.kernels.npu.settings import NpuSettings
 
@@ -65,3 +65,17 @@ def check_sizes(sizes: ModelSizes, settings: NpuSettings) -> None:
             num_experts=sizes.num_experts,
             topk=sizes.topk,
         )
+
+
+def fused_bytes(sizes: ModelSizes, settings: NpuSettings) -> int:
+    """What the communicator of the fused pair needs for its buffer; 0 where the pair is not used."""
+    if not sizes.fused_ranks:
+        return 0
+    return fused_buffer_bytes(
+        settings,
+        hidden=sizes.hidden,
+        ep_size=sizes.fused_ranks,
+        rows=sizes.rows,
+        num_experts=sizes.num_experts,
+        topk=sizes.topk,
+    )

@@ -1,4 +1,4 @@
-"""engine/stage_model.py: what the configuration says of NPU is what their operators are told, and what they refuse of a
+"""engine/operators.py: what the configuration says of NPU is what their operators are told, and what they refuse of a
 model is known before anything is allocated.
 """
 
@@ -12,7 +12,7 @@ import torch
 
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import EngineConfig, InstanceSpec, ModelSection, NpuConfig, ParallelConfig, TransferConfig
-from longcat_pd.engine.stage_model import most_rows, npu_settings, sizes_of
+from longcat_pd.engine.operators import most_rows, npu_settings, sizes_of
 from longcat_pd.kernels import NpuSettings, check_sizes
 from longcat_pd.kernels.npu.sizes import ModelSizes
 from longcat_pd.kernels.refusal import Unsupported
@@ -69,7 +69,9 @@ def test_a_decode_pool_of_the_releases_fits_but_for_the_fused_pair_of_a2() -> No
         for kind in ("gather", "fused"):
             check_sizes("npu", sizes(fields, **POOL, moe_dispatch=kind), npu=A3)
     check_sizes("npu", sizes(FULL_2_0, **POOL, moe_dispatch="gather"), npu=A2)
-    check_sizes("npu", sizes(CHAT, **POOL, moe_dispatch="fused"), npu=A2)
+    assert check_sizes("npu", sizes(CHAT, **POOL, moe_dispatch="gather"), npu=A2) == 0
+    # two rows of 6144 numbers to each of 128 ranks for each of 4 local experts, and 2 MiB, twice
+    assert check_sizes("npu", sizes(CHAT, **POOL, moe_dispatch="fused"), npu=A2) == 2 * (2 * 128 * 6144 * 2 * 4 + (2 << 20))
     with pytest.raises(Unsupported, match=r"hidden size 8192, allowed are 1 to 7168\. Instead: .*Atlas A3; gather"):
         check_sizes("npu", sizes(FULL_2_0, **POOL, moe_dispatch="fused"), npu=A2)
 
