@@ -84,7 +84,10 @@ def prompts() -> list[list[int]]:
     return [*(stem[:n] for n in lengths), *forks]
 
 
-@pytest.mark.parametrize(("variant", "num_drafts"), [("2.0", 0), ("2.0", 3), ("chat+predictable", 2), ("lite-sparse", 0)])
+LONGER = [pytest.param(variant, 0, marks=pytest.mark.slow) for variant in ("2.0", "lite-sparse")]
+
+
+@pytest.mark.parametrize(("variant", "num_drafts"), [("2.0", 3), ("chat+predictable", 2), *LONGER])
 async def test_shared_entries_are_those_that_would_have_been_computed(
     tiny: MakeCheckpoint, variant: str, num_drafts: int
 ) -> None:
