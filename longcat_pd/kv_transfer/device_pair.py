@@ -71,28 +71,29 @@ class DevicePair:
     Args:
         group: of two, with ``send`` and ``recv`` of tensors on ``device``, whose works make the thread's stream wait.
         me: SOURCE or TARGET.
-        timeout_s: until a first exchange, which builds the connection and which both ends make. LaneTimeout, LaneClosed.
+        timeout_s: until a first exchange, which builds the connection and which both ends make (LaneTimeout and LaneClosed
+            leave the pair closed), and until a send is posted.
     """
 
     def __init__(self, group: Any, me: int, runtime: Runtime, device: torch.device, timeout_s: float) -> None:
         self._group = group
         self._runtime = runtime
         self._device = device
+        self._timeout_s = timeout_s
         self._stream = runtime.own_stream()
         self._posted: list[tuple[Any, torch.Tensor]] = []
         self._ending = threading.Lock()
         self._is_ended = False
         self._is_late = False
-        first = torch.zeros(1, dtype=torch.uint8)
-        if me == SOURCE:
-            self.send(first)
-            self.drain(timeout_s)
-        else:
-            self.receive_into(first, timeout_s)
+        try:
+            self._connect(me)
+        except (LaneClosed, LaneTimeout):
+            self.close()  # nobody else has it
+            raise
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Copy to the device, and post."""
-        with self._translated(), self._stream:
+        """Copy to the device, and post. Posting the first one waits for the other end."""
+        with self._limited(self._timeout_s), self._stream:
             staged = tensor.to(self._device)
             self._posted.append((self._group.send([staged], TARGET, 0), staged))
 
@@ -102,8 +103,10 @@ class DevicePair:
             staged = torch.empty_like(tensor, device=self._device)
             self._group.recv([staged], SOURCE, 0).wait()
             self._runtime.wait_for_stream()
-            if not self._is_ended:
-                tensor.copy_(staged)
+            arrived = staged.cpu()  # not under the lock, which the end of a wait must get
+            with self._ending:
+                if not self._is_ended:
+                    tensor.copy_(arrived)
 
     def drain(self, timeout_s: float) -> None:
         """Wait for everything posted."""
@@ -124,6 +127,14 @@ class DevicePair:
         with contextlib.suppress(RuntimeError):  # it was broken before
             self._runtime.abort(self._group)
 
+    def _connect(self, me: int) -> None:
+        first = torch.zeros(1, dtype=torch.uint8)
+        if me == SOURCE:
+            self.send(first)
+            self.drain(self._timeout_s)
+        else:
+            self.receive_into(first, self._timeout_s)
+
     def _expire(self) -> None:
         self._is_late = True
         self.close()
@@ -141,7 +152,7 @@ class DevicePair:
             timer.cancel()
 
     @contextlib.contextmanager
-    def _translated(self, timeout_s: float = 0.0) -> Iterator[None]:
+    def _translated(self, timeout_s: float) -> Iterator[None]:
         """Whatever comes out of a group that was ended, an error or nothing at all, is no tensor."""
         text = "the lane is closed"
         try:

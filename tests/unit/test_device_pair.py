@@ -23,11 +23,13 @@ LARGE = torch.arange(HOST_BYTES // 8 + 1)
 
 
 class Script:
-    """What was called, in order. ``is_stuck``: waits last until the group is aborted. ``sent``: what receives are given."""
+    """What was called, in order. ``is_stuck``: waits last until the group is aborted, and so does posting a send if it
+    ``is_waiting``. ``incoming``: what receives are given."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
         self.is_stuck = False
+        self.is_waiting = False
         self.is_broken = False
         self.aborted = threading.Event()
         self.incoming = [torch.zeros(1, dtype=torch.uint8)]
@@ -51,6 +53,8 @@ class Group:
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Work:
         self._script.calls.append((f"{self._name}.send", tensors[0].numel(), to))
+        if self._script.is_waiting:
+            assert self._script.aborted.wait(10.0), "nobody ended it"
         return Work(self._script, self._name)
 
     def recv(self, tensors: list[torch.Tensor], frm: int, tag: int) -> Work:
@@ -203,6 +207,20 @@ def test_a_peer_that_never_comes_is_a_time_out(script: Script) -> None:
     script.is_stuck = True
     with within(5.0), pytest.raises(LaneTimeout):
         DevicePair(Group(script), TARGET, ScriptedRuntime(script), CPU, 0.05)
+
+
+def test_a_send_that_waits_for_its_peer_is_a_time_out(script: Script) -> None:
+    script.is_waiting = True
+    with within(5.0), pytest.raises(LaneTimeout, match=r"nothing moved within 0\.05 s"):
+        DevicePair(Group(script), SOURCE, ScriptedRuntime(script), CPU, 0.05)
+
+
+@pytest.mark.parametrize("me", [SOURCE, TARGET])
+def test_a_pair_that_cannot_be_built_leaves_nothing(script: Script, me: int) -> None:
+    script.is_broken = True
+    with pytest.raises(LaneClosed, match=r"^the link is down$"):
+        DevicePair(Group(script), me, ScriptedRuntime(script), CPU, 5.0)
+    assert script.calls.count(("abort",)) == 1
 
 
 def test_closing_a_lane_ends_its_carrier(script: Script) -> None:
