@@ -63,11 +63,10 @@ class DecoderLayer(nn.Module):
             return total
 
         def experts() -> Tensor:
-            shortcut: Tensor = self.moe(normed, inputs.rows)
-            return shortcut
+            return self.moe.mix(normed, inputs.rows)  # what ends it is in a group that the dense path talks in
 
-        shortcut, dense = self._ops.overlap(experts, dense_path)
-        return dense + shortcut
+        mixed, dense = self._ops.overlap(experts, dense_path)
+        return dense + self.moe.give(mixed, inputs.rows)
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """All tensors of the layer."""

@@ -45,8 +45,8 @@ class ExpertDispatch(Protocol):
         ...
 
 
-def make_dispatch(context: ModelContext) -> ExpertDispatch:
-    """The pair for a layout and the way that was asked for."""
+def make_dispatch(context: ModelContext, *, is_int8: bool) -> ExpertDispatch:
+    """The pair for a layout and the way that was asked for. ``is_int8``: the experts are."""
     mesh, num_experts = context.mesh, context.config.n_routed_experts
     ep, moe_tp, same = mesh.axis("ep"), mesh.axis("moe_tp"), mesh.axis("attn_tp")
     assert ep.size == 1 or moe_tp.size == 1, (ep.size, moe_tp.size)
@@ -55,7 +55,7 @@ def make_dispatch(context: ModelContext) -> ExpertDispatch:
     if context.moe_dispatch == "two_level":
         return TwoLevel(mesh.axis("node"), mesh.axis("local"), same=same, num_experts=num_experts)
     if context.moe_dispatch == "fused":
-        return Fused(context, ep, same)
+        return Fused(context, ep, same, is_int8=is_int8)
     kinds: dict[str, type[Gathered] | type[AllToAll]] = {"gather": Gathered, "all_to_all": AllToAll}
     return kinds[context.moe_dispatch](ep, same, num_experts)
 
@@ -179,7 +179,7 @@ class Fused(_ByShares):
     All shapes are static, and counts never come to the host.
     """
 
-    def __init__(self, context: ModelContext, group: AxisGroup, same: AxisGroup) -> None:
+    def __init__(self, context: ModelContext, group: AxisGroup, same: AxisGroup, *, is_int8: bool) -> None:
         super().__init__(same)
         config, ops = context.config, context.ops
         if ops.moe_dispatch is None or ops.moe_combine is None:
@@ -197,7 +197,7 @@ class Fused(_ByShares):
         if config.zero_expert_num and not is_copy:
             text = f"parallel.moe_dispatch=fused: knows no zero_expert_type {config.zero_expert_type}; use gather"
             raise ConfigError(text, param="parallel.moe_dispatch")
-        self._is_int8 = bool(context.int8)
+        self._is_int8 = is_int8
 
     def dispatch(self, x: Tensor, route: Route, rows: Rows) -> Dispatched:
         """See ExpertDispatch."""

@@ -62,18 +62,26 @@ class MixtureOfExperts(nn.Module):
         self._name = name
         self._experts = share_of(config.n_routed_experts, mesh.axis("ep"))
         self._inner = share_of(config.expert_ffn_hidden_size, mesh.axis("moe_tp"))
-        self._dispatch = make_dispatch(context)
         width, hidden = self._inner.stop - self._inner.start, config.hidden_size
         self.router = Router(context, f"{name}.router")
         self.gate_up, self.gate_up_scale = self._matrices(context, 2 * width, hidden, parts=("gate_proj", "up_proj"))
         self.down, self.down_scale = self._matrices(context, hidden, width, parts=("down_proj",))
+        self._dispatch = make_dispatch(context, is_int8=self.gate_up_scale is not None)
 
     def forward(self, stream: Tensor, rows: Rows) -> Tensor:
         """[T, hidden] -> [T, hidden], both the stream."""
+        return self.give(self.mix(stream, rows), rows)
+
+    def mix(self, stream: Tensor, rows: Rows) -> Tensor:
+        """The mixture of the rows that this rank hands in. Talks to the ranks that share experts, in their groups alone."""
         x = self._dispatch.take(stream, rows)
         sent = self._dispatch.dispatch(x, self.router, rows)
         routed = self._dispatch.combine(self._experts_of(sent), sent, rows)
-        return self._dispatch.give(self._with_zero_experts(routed, x, sent), rows)
+        return self._with_zero_experts(routed, x, sent)
+
+    def give(self, mixed: Tensor, rows: Rows) -> Tensor:
+        """The stream of what every rank mixed."""
+        return self._dispatch.give(mixed, rows)
 
     def prepare(self) -> None:
         """See Preparable."""

@@ -16,6 +16,7 @@ from longcat_pd.parallel.traffic import Traffic
 
 _SILENT: frozenset[AxisName] = frozenset({"dp"})  # groups compute beside each other; what joins them has other axes
 _APART: dict[AxisName, AxisName] = {"fused": "ep"}  # communicators of operators, and whose ranks they join
+_EXPERTS: frozenset[AxisName] = frozenset({"ep", "moe_tp", "node", "local"})
 
 
 class Mesh:
@@ -101,18 +102,23 @@ class Mesh:
 
 
 def _make_groups(spec: RankSpec, layout: ParallelLayout, platform: Platform) -> dict[AxisName, dist.ProcessGroup]:
-    """This rank's group of each axis. Axes of the same ranks and the same options share one."""
+    """This rank's group of each axis. Axes of the same ranks and the same options share one.
+
+    But not with experts that run beside the rest: collectives of one communicator must not be under way on two streams.
+    """
     # the driver judges a slow step first (step_timeout_s); a collective gives up only after the driver has
     judged_s = spec.instance.engine.step_timeout_s + spec.instance.engine.rank_lost_s
     timeout = timedelta(seconds=max(judged_s, platform.collective_limit_s))
     groups: dict[AxisName, dist.ProcessGroup] = {}
     made: dict[tuple[object, ...], dist.ProcessGroup] = {}
-    told: dict[str, HcclOptions] = vars(spec.instance.npu.hccl)
+    npu = spec.instance.npu
+    told: dict[str, HcclOptions] = vars(npu.hccl)
+    beside = _EXPERTS if npu.is_moe_overlapped else frozenset()
     for axis in layout.axes:  # all ranks make all groups, in the same order
         if axis.size == 1 or axis.name in _SILENT:
             continue
         options = told[axis.name]
-        owner = axis.name if axis.name in _APART else ""
+        owner = axis.name if axis.name in _APART else "experts" if axis.name in beside else ""
         for ranks in layout.groups(axis.name):
             key = (ranks, options, owner)
             if key not in made:

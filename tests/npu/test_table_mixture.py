@@ -46,7 +46,8 @@ def _fresh() -> Iterator[None]:
 
 def mixture(ops: Ops, tensors: dict[str, Tensor], *, mesh: Any = None, kind: str = "gather") -> MixtureOfExperts:
     context = replace(make_context("chat", *SIZES), moe_dispatch=kind, ops=ops)
-    context = replace(context, int8=frozenset(name[: -len(".weight_scale")] for name in tensors if name.endswith("_scale")))
+    stored = {name[: -len(".weight_scale")] for name in tensors if name.endswith("_scale")}
+    context = replace(context, int8=frozenset(stored | {"m.s.0.down_proj"}))  # an MLP is, whatever experts are
     made = MixtureOfExperts(context if mesh is None else replace(context, mesh=mesh), "m")
     for spec in made.weight_specs():
         spec.store(tensors[spec.name][spec.region] if spec.region else tensors[spec.name])

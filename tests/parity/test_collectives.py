@@ -264,6 +264,12 @@ def test_axes_of_the_same_ranks_share_a_group_unless_their_options_differ() -> N
     assert on_ranks([replace(spec, instance=npu) for spec in specs], check_shared) == [[True, False]] * 2
 
 
+def test_experts_that_run_beside_the_rest_share_no_group_with_it() -> None:
+    specs = rank_specs(NOWHERE, ParallelConfig(kvp_size=2, attn_tp_size=2, ep_size=2))
+    overlapped = replace(specs[0].instance, npu=NpuConfig(is_moe_overlapped=True))
+    assert on_ranks([replace(spec, instance=overlapped) for spec in specs], check_shared) == [[True, False]] * 2
+
+
 def check_chain(spec: RankSpec, mesh: Mesh) -> None:
     mesh.warm_up()
     assert mesh.traffic.axes == {}

@@ -141,7 +141,7 @@ def test_rows_that_are_missing_are_nobodys_business() -> None:
 
     def one(rank: int) -> Tensor:
         mixture = experts(tensors, is_steady=False, mesh=meshes[rank])
-        pair = make_dispatch(replace(make_context("chat"), mesh=meshes[rank], moe_dispatch="gather"))
+        pair = make_dispatch(replace(make_context("chat"), mesh=meshes[rank], moe_dispatch="gather"), is_int8=False)
         rows = Rows(counts[rank], max(counts))
         with torch.inference_mode():
             return pair.dispatch(pair.take(draw_rows(counts[rank], rank), rows), mixture.router, rows).routing.expert_ids
