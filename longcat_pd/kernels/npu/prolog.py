@@ -14,6 +14,7 @@ from torch import Tensor
 from longcat_pd.kernels.npu.limits import MOST_HEADS, check_block_size, is_power_of_two
 from longcat_pd.kernels.npu.operators import has
 from longcat_pd.kernels.npu.rotation import factors
+from longcat_pd.kernels.npu.weights import cast
 from longcat_pd.kernels.ops import PrologScales, PrologWeights
 from longcat_pd.kernels.refusal import Unsupported
 
@@ -25,7 +26,6 @@ OPERATORS = (
     "npu_rms_norm",
 )
 LATENT, ROPE, NOPE = 512, 64, 128
-FRACTAL_NZ = 29
 _HIDDEN_SIZES = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192)
 _QUERY_RANKS = (1536, 2048)
 
@@ -64,12 +64,12 @@ def prepare_prolog(weights: PrologWeights, scales: PrologScales) -> tuple[Tensor
     dq, dkv_kr = (part.contiguous() for part in weights.down.tensor_split([q_rank], 1))
     fits = hidden in _HIDDEN_SIZES and q_rank in _QUERY_RANKS and is_power_of_two(num_heads) and num_heads <= MOST_HEADS
     if fits and has("npu_mla_prolog_v3"):
-        up = _nz(weights.q_up)
-        return _Fused(_nz(dq), up, weights.key_up.contiguous(), _nz(dkv_kr), weights.q_norm, weights.kv_norm)
+        up = cast(weights.q_up)
+        return _Fused(cast(dq), up, weights.key_up.contiguous(), cast(dkv_kr), weights.q_norm, weights.kv_norm)
     by_head = weights.q_up.view(q_rank, num_heads, NOPE + ROPE)
     uq, qr = (part.reshape(q_rank, -1).contiguous() for part in by_head.tensor_split([NOPE], 2))
     kv_norm = (weights.kv_norm.float() * scales.kv).to(weights.kv_norm.dtype)
-    return _Composed(_nz(dq), _nz(uq), _nz(qr), weights.key_up.contiguous(), _nz(dkv_kr), weights.q_norm, kv_norm)
+    return _Composed(cast(dq), cast(uq), cast(qr), weights.key_up.contiguous(), cast(dkv_kr), weights.q_norm, kv_norm)
 
 
 def mla_prolog(
@@ -186,11 +186,6 @@ def _paged(cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     check_block_size("caches of latents", latents.shape[1])
     assert latents.dim() == turned.dim() == 4, f"caches of {latents.dim()} dimensions, blocks and one head want 4"
     return latents, turned
-
-
-def _nz(matrix: Tensor) -> Tensor:
-    made: Tensor = torch.ops.npu.npu_format_cast(matrix.contiguous(), FRACTAL_NZ)
-    return made
 
 
 def _checked(weights: PrologWeights) -> tuple[int, int]:

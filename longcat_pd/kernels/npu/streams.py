@@ -40,7 +40,7 @@ def prefetch(weights: Sequence[Tensor], after: Tensor) -> None:
     """See ``ops.Prefetch``."""
     for weight in weights:
         if weight.numel():
-            torch.ops.npu.npu_prefetch(weight, after, weight.numel() * weight.element_size())
+            torch.ops.npu.npu_prefetch(weight, after, max_size=weight.numel() * weight.element_size())
 
 
 def _in_graph(side_cores: Cores, main_cores: Cores) -> Overlap:
@@ -71,10 +71,13 @@ def _on_streams(side_cores: Cores, main_cores: Cores) -> Overlap:
 
     @contextlib.contextmanager
     def limited(here: Any) -> Iterator[None]:
-        if any(main_cores):
-            npu.set_stream_limit(here, *main_cores)
-        yield
-        if any(main_cores):
+        if not any(main_cores):
+            yield
+            return
+        npu.set_stream_limit(here, *main_cores)
+        try:
+            yield
+        finally:
             npu.reset_stream_limit(here)
 
     def overlap(side: Callable[[], A], main: Callable[[], B]) -> tuple[A, B]:

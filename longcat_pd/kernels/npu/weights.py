@@ -16,7 +16,7 @@ from longcat_pd.kernels.refusal import Unsupported
 OPERATORS = ("npu_format_cast", "npu_transpose_batchmatmul", "npu_scatter_nd_update_")
 MAX_EXPERTS = 1024  # of one rank
 HEAD_UNIT = 16
-_FRACTAL_NZ = 29
+FRACTAL_NZ = 29
 
 
 def preparing(dtype: torch.dtype) -> Prepare:
@@ -43,9 +43,12 @@ def preparing(dtype: torch.dtype) -> Prepare:
 def formatted(weight: Tensor) -> Tensor:
     """In the device's own format, if there is one for its type."""
     weight = weight.contiguous()
-    if weight.dtype == torch.float32:
-        return weight
-    made: Tensor = torch.ops.npu.npu_format_cast(weight, _FRACTAL_NZ)
+    return weight if weight.dtype == torch.float32 else cast(weight)
+
+
+def cast(weight: Tensor) -> Tensor:
+    """In the device's own format."""
+    made: Tensor = torch.ops.npu.npu_format_cast(weight.contiguous(), acl_format=FRACTAL_NZ)
     return made
 
 
