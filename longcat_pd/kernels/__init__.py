@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from longcat_pd.kernels.npu import NpuSettings
 from longcat_pd.kernels.npu import table as npu_table
@@ -32,13 +33,20 @@ def load(
     ``is_steady``: sums over keys that are spread over ranks, and norms, activations, rotations and routing, are made in
     fp64 and rounded once, so that layouts and executions (torch, a compiled graph) agree to the bit. Worth its price where
     the last bit decides about a whole step: in front of a product that quantises. On cpu only: others round as they do.
-    ``unfused``: parts whose operators are replaced by slow, obvious twins (see ``unfused``).
+    ``unfused``: parts whose operators are replaced by slow, obvious twins (see ``unfused``). An NPU has a composition for
+    the prolog, and no twins: its weights are prepared for its own operators.
     ``npu``: what can be chosen on that device.
+
+    Raises:
+        Unsupported: the device or its software lacks what is asked for.
     """
     if device == "npu":
+        if others := sorted(set(unfused) - {"prolog"}):
+            text = f"engine.unfused={others}: device=npu has twins of nothing but the prolog; leave them out"
+            raise Unsupported(text, param="engine.unfused")
         settings = npu or NpuSettings()
-        made = executed(npu_table(settings, exe_mode=exe_mode), settings, exe_mode=exe_mode)
-        return with_twins(made, unfused, is_steady=False)
+        settings = replace(settings, is_prolog_fused=settings.is_prolog_fused and "prolog" not in unfused)
+        return executed(npu_table(settings, exe_mode=exe_mode), settings, exe_mode=exe_mode)
     plain = with_twins(steady_table() if is_steady else table(), unfused, is_steady=is_steady)
     return plain if exe_mode == "eager" else sealed(plain, is_steady=is_steady, unfused=unfused)
 

@@ -100,6 +100,23 @@ def test_sizes_that_the_fused_operator_refuses_are_composed(hidden: int, rank: i
     torch.testing.assert_close((q, q_lora, latent), (apart(expected[0]), *expected[1:3]), rtol=1e-4, atol=1e-4)
 
 
+def test_a_prolog_that_is_not_to_be_fused_is_composed() -> None:
+    ops = load("npu", unfused=("prolog",), npu=NpuSettings(dtype=torch.float32))
+    loaded = weights_of(torch.float32)
+    assert len(ops.prepare_prolog(loaded, SCALES)) == 7
+    q, q_lora, latent, rope = run(ops, loaded, torch.float32)
+    expected = run(REFERENCE, loaded, torch.float32)
+    wanted = (apart(expected[0]), expected[1], expected[2], apart(expected[3]))
+    torch.testing.assert_close((q, q_lora, latent, rope), wanted, **CLOSE[torch.float32])
+
+
+@pytest.mark.parametrize("part", ["attention", "experts", "norms"])
+def test_twins_that_want_weights_and_rotations_as_they_are_loaded_are_refused(part: str) -> None:
+    with pytest.raises(Unsupported, match=rf"engine\.unfused=\['{part}'\]") as found:
+        load("npu", unfused=("prolog", part))
+    assert found.value.param == "engine.unfused"
+
+
 @pytest.mark.parametrize("number", [2, 4])
 def test_other_widths_are_refused_at_start(number: int) -> None:
     loaded = list(weights_of(torch.float32))

@@ -26,7 +26,7 @@ def table(settings: NpuSettings, *, exe_mode: str) -> Ops:
         Unsupported: operators are missing that have no stand-in.
     """
     made = _with_rows(reference())
-    return with_experts(with_attention(made, exe_mode=exe_mode), settings)
+    return with_experts(with_attention(made, settings, exe_mode=exe_mode), settings)
 
 
 def _with_rows(made: Ops) -> Ops:

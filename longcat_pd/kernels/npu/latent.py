@@ -6,12 +6,13 @@ from dataclasses import replace
 
 from longcat_pd.kernels.npu import attention, indexer, prolog, rotation
 from longcat_pd.kernels.npu.operators import converts, found, has, require
+from longcat_pd.kernels.npu.settings import NpuSettings
 from longcat_pd.kernels.ops import Ops
 
 _MOST_ELEMENTS = 1 << 62  # calls are cut inside of operators: those of this table make less than tiles are told
 
 
-def with_attention(made: Ops, *, exe_mode: str) -> Ops:
+def with_attention(made: Ops, settings: NpuSettings, *, exe_mode: str) -> Ops:
     """The front of an attention, its keys, and the attention itself. Patched operators take the place of compositions."""
     require(*attention.OPERATORS, *prolog.OPERATORS, *rotation.OPERATORS, purpose="latent attention")
     sparse = found("custom::npu_sparse_flash_attention")
@@ -21,7 +22,7 @@ def with_attention(made: Ops, *, exe_mode: str) -> Ops:
         prepare_rotation=rotation.prepare_rotation,
         rotation=rotation.rotation,
         rope=rotation.rope,
-        prepare_prolog=prolog.prepare_prolog,
+        prepare_prolog=prolog.preparing_prolog(is_fused=settings.is_prolog_fused),
         mla_prolog=prolog.mla_prolog,
         mla_store=prolog.mla_store,
         select_positions=indexer.select_positions,

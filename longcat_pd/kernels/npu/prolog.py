@@ -15,7 +15,7 @@ from longcat_pd.kernels.npu.limits import MOST_HEADS, check_block_size, is_power
 from longcat_pd.kernels.npu.operators import has
 from longcat_pd.kernels.npu.rotation import factors
 from longcat_pd.kernels.npu.weights import cast
-from longcat_pd.kernels.ops import PrologScales, PrologWeights
+from longcat_pd.kernels.ops import PrepareProlog, PrologScales, PrologWeights
 from longcat_pd.kernels.refusal import Unsupported
 
 OPERATORS = (
@@ -53,17 +53,22 @@ class _Composed(NamedTuple):
     kv_norm: Tensor  # times the latents' factor
 
 
-def prepare_prolog(weights: PrologWeights, scales: PrologScales) -> tuple[Tensor, ...]:
-    """See ``ops.PrepareProlog``.
+def preparing_prolog(*, is_fused: bool) -> PrepareProlog:
+    """See ``ops.PrepareProlog``; ``is_fused``: the fused operator may be called."""
 
-    Raises:
-        Unsupported: sizes that no operator of this device has.
-    """
+    def prepare_prolog(weights: PrologWeights, scales: PrologScales) -> tuple[Tensor, ...]:
+        """Raises Unsupported for sizes that no operator of this device has."""
+        return _prepared(weights, scales, is_fused=is_fused)
+
+    return prepare_prolog
+
+
+def _prepared(weights: PrologWeights, scales: PrologScales, *, is_fused: bool) -> tuple[Tensor, ...]:
     num_heads, q_rank = _checked(weights)
     hidden = weights.down.shape[0]
     dq, dkv_kr = (part.contiguous() for part in weights.down.tensor_split([q_rank], 1))
     fits = hidden in _HIDDEN_SIZES and q_rank in _QUERY_RANKS and is_power_of_two(num_heads) and num_heads <= MOST_HEADS
-    if fits and has("npu_mla_prolog_v3"):
+    if is_fused and fits and has("npu_mla_prolog_v3"):
         up = cast(weights.q_up)
         return _Fused(cast(dq), up, weights.key_up.contiguous(), cast(dkv_kr), weights.q_norm, weights.kv_norm)
     by_head = weights.q_up.view(q_rank, num_heads, NOPE + ROPE)
