@@ -11,7 +11,7 @@ from torch.nn import functional
 from longcat_pd.models.batch import ForwardInputs, Rows
 from longcat_pd.models.context import ModelContext
 from longcat_pd.models.linear import Linear, Piece, RmsNorm, copy_into, empty_parameter, share_of
-from longcat_pd.models.rows import RowExchange, Shares
+from longcat_pd.models.rows import RowExchange, Shares, padded
 from longcat_pd.models.weight_spec import WeightSpec
 
 EMBEDDING_NAME = "model.embed_tokens"
@@ -103,16 +103,14 @@ class LmHead(nn.Module):
         """The output rows of the stream [T, hidden], [R, hidden], on all ranks of the stage that want them.
 
         Row numbers are those of all rows of this rank's group, -1 for a row of another rank of ``cp``: each row is one
-        rank's and zero on the others, so the sum is an exact exchange.
+        rank's and zero on the others, so the sum is an exact exchange. The device finds out which: nobody waits for it.
         """
         hidden, wanted = self._shares.leave(hidden, inputs.rows), inputs.output_rows
         if wanted is None:
             return hidden
         if self._cp.size == 1:
             return hidden[wanted]
-        own = hidden.new_zeros((len(wanted), hidden.shape[1]))
-        is_here = wanted >= 0
-        own[is_here] = hidden[wanted[is_here]]
+        own = padded(hidden, len(hidden) + 1)[torch.where(wanted >= 0, wanted, len(hidden))]
         return self._cp.all_reduce(own)
 
     def weight_specs(self) -> Iterator[WeightSpec]:

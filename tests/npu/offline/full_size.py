@@ -1,0 +1,337 @@
+"""Released models at their size, on the ranks of the layouts that they are served with, without memory.
+
+A `Pool` is a release and a layout. `rank_of` makes one of its ranks, alone in a world of all of them; `build` its stage of
+the model with a table of operators. `Seen` is what was launched meanwhile, and what modules returned.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longcat_pd import kernels, wire
+from longcat_pd.config.model import ModelConfig
+from longcat_pd.config.schema import EngineConfig, InstanceSpec, ModelSection, NpuConfig, ParallelConfig, Role, TransferConfig
+from longcat_pd.engine.decode_state import DecodeShape, DecodeState
+from longcat_pd.engine.decode_step import DecodeStep
+from longcat_pd.engine.inputs import InputsBuilder
+from longcat_pd.engine.plan import Admit, SlotSampling
+from longcat_pd.engine.slots import Load, SlotState, Span
+from longcat_pd.engine.speculative import ModelDrafts
+from longcat_pd.engine.stage_model import npu_settings, sizes_of
+from longcat_pd.kernels import Ops
+from longcat_pd.kernels.reference import sampling
+from longcat_pd.kv_cache.layout import BlockSplit
+from longcat_pd.kv_cache.spec import CacheSpec
+from longcat_pd.kv_cache.storage import KVCache
+from longcat_pd.models.attention import Attention
+from longcat_pd.models.batch import ForwardInputs, Rows
+from longcat_pd.models.causal_lm import CausalLM
+from longcat_pd.models.context import ModelContext
+from longcat_pd.models.decoder import DecoderLayer
+from longcat_pd.models.embedding import LmHead
+from longcat_pd.models.linear import GatedMlp
+from longcat_pd.models.moe import MixtureOfExperts
+from longcat_pd.models.ngram import NgramEmbedding
+from longcat_pd.models.tensor_names import can_be_int8, draft_tensors, expected_tensors
+from longcat_pd.parallel.layout import ParallelLayout, layers_of_stage
+from longcat_pd.parallel.mesh import Mesh
+from longcat_pd.parallel.platform import platform_of
+from tests.npu.offline.capture import ranks
+from tests.npu.offline.shapes import empty
+from tests.releases import CHAT, FULL_2_0, LITE
+
+RELEASES = {"2.0": FULL_2_0, "chat": CHAT, "lite": LITE}
+BLOCK = 128
+GREEDY = SlotSampling(temperature=0.0, top_p=1.0, top_k=0, seed=0, choice=0, num_logprobs=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """Ranks that serve a release together.
+
+    `num_blocks` of each rank's cache; `chunk` tokens of a prefill plan; `layers`: the first so many, 0 for all.
+    """
+
+    release: str
+    role: Role
+    parallel: ParallelConfig
+    num_drafts: int = 0
+    is_int8: bool = False
+    num_seqs: int = 64
+    num_blocks: int = 2048
+    max_model_len: int = 131072
+    chunk: int = 16384
+    layers: int = 0
+    npu: NpuConfig = field(default_factory=NpuConfig)
+
+    @property
+    def config(self) -> ModelConfig:
+        """Of the release."""
+        config = ModelConfig.from_dict(RELEASES[self.release] | {"torch_dtype": "bfloat16"})
+        return replace(config, num_layers=self.layers) if self.layers else config
+
+    @property
+    def soc(self) -> str:
+        """Of the series."""
+        return {"A2": "Ascend910B3", "A3": "Ascend910_9391"}[self.npu.soc]
+
+    @property
+    def engine(self) -> EngineConfig:
+        """As far as a rank has to do with it."""
+        return EngineConfig(
+            block_size=BLOCK,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.num_seqs,
+            max_num_batched_tokens=self.chunk,
+            num_draft_tokens=self.num_drafts,
+            num_blocks=self.num_blocks,
+        )
+
+    @property
+    def instance(self) -> InstanceSpec:
+        """What ranks are told."""
+        return InstanceSpec(
+            name="i0",
+            role=self.role,
+            host="127.0.0.1",
+            http_port=1,
+            device="npu",
+            model=ModelSection(path="nowhere", dtype="bfloat16"),
+            parallel=self.parallel,
+            engine=self.engine,
+            transfer=TransferConfig(),
+            npu=self.npu,
+        )
+
+    def int8(self) -> frozenset[str]:
+        """The modules that the release has in int8."""
+        names = (*expected_tensors(self.config), *draft_tensors(self.config)) if self.is_int8 else ()
+        return frozenset(name.removesuffix(".weight") for name in names if can_be_int8(name))
+
+    def ops(self, exe_mode: str) -> Ops:
+        """The product's table, after the product's own question whether its operators take these sizes."""
+        settings = npu_settings(self.npu, torch.bfloat16)
+        kernels.check_sizes("npu", sizes_of(self.instance, self.config, is_int8=self.is_int8), npu=settings)
+        return kernels.load("npu", exe_mode=exe_mode, npu=settings)
+
+
+@contextlib.contextmanager
+def rank_of(pool: Pool, rank: int) -> Iterator[Mesh]:
+    """One rank of the pool's instance, in the groups that the product makes; nobody else is there."""
+    layout = ParallelLayout.of(pool.parallel)
+    with ranks(layout.world_size, rank):
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        groups = {}
+        for axis in layout.axes:
+            if axis.size == 1 or axis.name == "dp":
+                continue
+            members = layout.group_of(rank, axis.name)
+            if members not in made:
+                made[members] = dist.new_group(list(members))
+            groups[axis.name] = made[members]
+        mesh = Mesh(layout, rank, groups, platform=platform_of("npu"))
+        mesh.axis("ep").communicator = "fused"
+        yield mesh
+
+
+def build(pool: Pool, mesh: Mesh, ops: Ops, *, device: str = "npu", moe_dispatch: str = "") -> CausalLM:
+    """The rank's stage of the model; weights are prepared, and there are none."""
+    config, pp = pool.config, mesh.axis("pp")
+    layers = layers_of_stage(pool.parallel, config.num_layers, pp.rank)
+    is_last = pp.rank == pp.size - 1
+    has_draft = is_last and pool.num_drafts > 0
+    cached = range(layers.start, layers.stop + has_draft)
+    spec = CacheSpec.of(config, cached, torch.bfloat16)
+    model = CausalLM(
+        ModelContext(
+            config=config,
+            ops=ops,
+            mesh=mesh,
+            cache=KVCache(spec, pool.num_blocks, BLOCK, torch.device(device)),
+            layers=layers,
+            is_first=pp.rank == 0,
+            is_last=is_last,
+            kv_access=mesh.cache_shard.access,
+            dtype=torch.bfloat16,
+            device=torch.device(device),
+            int8=pool.int8(),
+            moe_dispatch=moe_dispatch or pool.parallel.moe_dispatch,
+            has_draft=has_draft,
+        )
+    )
+    model.prepare()
+    return model
+
+
+def decode_step(pool: Pool, mesh: Mesh, model: CausalLM, ops: Ops, *, device: str = "npu") -> DecodeStep:
+    """The decode step as ``Decoder`` makes it."""
+    config = pool.config
+    shape = DecodeShape.of(
+        pool.engine,
+        mesh.cache_shard,
+        num_groups=mesh.layout.axis("dp").size,
+        group_size=mesh.axis("attn_tp").size,
+        ngram_order=config.over_embedding.oe_neighbor_num if config.over_embedding is not None else 0,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+    )
+    state = DecodeState(shape, mesh.cache_shard, dtype=torch.bfloat16, device=torch.device(device))
+    return DecodeStep(model, state, ops=ops, drafts=ModelDrafts(model, state) if pool.num_drafts else None)
+
+
+def chunk(pool: Pool, mesh: Mesh, *spans: tuple[int, int, bool]) -> ForwardInputs:
+    """A plan's rows as they come to this rank, on the host: of each span start, end and whether the prompt ends there.
+
+    With several groups each has the same spans. Outside of any fake mode.
+    """
+    shard, made, first = mesh.cache_shard, [], 1
+    for slot, (start, end, is_last) in enumerate(spans):
+        num_tokens = end if is_last else end + BLOCK
+        split = BlockSplit(shard.num_ranks, BLOCK, slot % shard.num_ranks)
+        num_blocks = split.num_blocks(num_tokens)
+        admit = Admit(
+            slot=slot,
+            group=0,
+            token_ids=wire.pack(np.arange(num_tokens) % 1000 + 3),
+            prompt_len=num_tokens,
+            num_computed=start,
+            blocks=wire.pack(first + split.local_index(block) for block in range(num_blocks)),
+            split_start=split.start,
+            sampling=GREEDY,
+        )
+        first += split.num_rounds(num_blocks)
+        made.append(Span(SlotState(admit, shard.num_ranks, BLOCK), start, end, is_last))
+    assert first <= pool.num_blocks
+    tp, num_groups, over = mesh.axis("attn_tp").size, mesh.layout.axis("dp").size, pool.config.over_embedding
+    builder = InputsBuilder(
+        shard,
+        BLOCK,
+        over.oe_neighbor_num if over is not None and mesh.axis("pp").rank == 0 else 0,
+        torch.device("cpu"),
+        has_draft=pool.num_drafts > 0 and mesh.axis("pp").rank == mesh.axis("pp").size - 1,
+        group_size=tp,
+        is_split=tp > 1 and num_groups > 1,
+    )
+    rows, outputs = sum(end - start for start, end, _ in spans), sum(is_last for *_, is_last in spans)
+    return builder.build(made, Load((rows,) * num_groups, (outputs,) * num_groups))
+
+
+def on(device: str, inputs: ForwardInputs) -> ForwardInputs:
+    """The same without memory, on a device. Inside of a fake mode."""
+    given = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+    moved = {n: torch.empty(t.shape, dtype=t.dtype, device=device) for n, t in given.items() if isinstance(t, Tensor)}
+    return replace(inputs, **moved)
+
+
+# -- what is seen
+
+NO_LAUNCHES = {
+    *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"),
+    *("detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias", "wait_tensor"),
+}
+KINDS: dict[type[nn.Module], str] = {
+    NgramEmbedding: "embedding",
+    DecoderLayer: "layer",
+    Attention: "attention",
+    MixtureOfExperts: "experts",
+    GatedMlp: "dense MLP",
+    LmHead: "head",
+}
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+class Seen(TorchDispatchMode):
+    """Counts operators that are neither views nor allocations, in all and inside of modules.
+
+    `parts`: by kind of module, how often it launched how many. `crossings`: copies between host and device. `returned`: what
+    modules gave back, in their order.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.operators: Counter[str] = Counter()
+        self.crossings: Counter[str] = Counter()
+        self.parts: dict[str, Counter[int]] = {}
+        self.returned: list[tuple[str, tuple[Shape, ...]]] = []
+        self._began: list[int] = []
+        self._model = model
+
+    @property
+    def num(self) -> int:
+        """Launches so far."""
+        return sum(self.operators.values())
+
+    @contextlib.contextmanager
+    def part(self, kind: str) -> Iterator[None]:
+        """What is launched inside is of this kind."""
+        began = self.num
+        yield
+        self.parts.setdefault(kind, Counter())[self.num - began] += 1
+
+    def __enter__(self) -> "Seen":
+        self._hooks = []
+        for name, module in self._model.named_modules():
+            self._hooks.append(module.register_forward_pre_hook(lambda *_: self._began.append(self.num)))
+            self._hooks.append(module.register_forward_hook(self._ended(name)))
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in NO_LAUNCHES:
+            self.operators[name] += 1
+            there = {t.device.type for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()}
+            here = {t.device.type for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor) and t.dim()}
+            if len(there | here) > 1:
+                self.crossings[f"{name}: {'+'.join(sorted(there))} -> {'+'.join(sorted(here))}"] += 1
+        return out
+
+    def _ended(self, name: str) -> Callable[..., None]:
+        def ended(module: nn.Module, _given: Any, out: Any) -> None:
+            num = self.num - self._began.pop()
+            kind = KINDS.get(type(module))
+            if kind is not None:
+                kind = f"{kind} with indexer" if isinstance(module, Attention) and module.indexer is not None else kind
+                self.parts.setdefault(kind, Counter())[num] += 1
+            found = (out,) if isinstance(out, Tensor) else out if isinstance(out, tuple) else ()
+            shapes = tuple((tuple(t.shape), t.dtype) for t in found if isinstance(t, Tensor))
+            self.returned.append((name, shapes))
+
+        return ended
+
+    def table(self) -> str:
+        """For people: launches by kind of module; in brackets of how many."""
+        lines = [
+            f"  {kind}: " + ", ".join(f"{num} ({times})" for num, times in sorted(found.items()))
+            for kind, found in self.parts.items()
+        ]
+        return "\n".join([*lines, f"  all: {self.num}"])
+
+
+def static(ops: Ops) -> Ops:
+    """Draws that look at no data: on tensors without any the others cannot be seen."""
+    return replace(
+        ops,
+        keyed_uniform=sampling.keyed_uniform_static,
+        draw=sampling.draw_static,
+        draw_edited=sampling.draw_edited_static,
+    )
+
+
+def merged(histograms: Mapping[str, Counter[str]]) -> Counter[str]:
+    """All of them together."""
+    return sum(histograms.values(), Counter())
