@@ -5,15 +5,19 @@ the model with a table of operators. `Seen` is what was launched meanwhile, and 
 """
 
 import contextlib
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longcat_pd import kernels, wire
@@ -40,12 +44,12 @@ from longcat_pd.models.embedding import LmHead
 from longcat_pd.models.linear import GatedMlp
 from longcat_pd.models.moe import MixtureOfExperts
 from longcat_pd.models.ngram import NgramEmbedding
+from longcat_pd.models.rope import RotaryPositions
 from longcat_pd.models.tensor_names import can_be_int8, draft_tensors, expected_tensors
 from longcat_pd.parallel.layout import ParallelLayout, layers_of_stage
 from longcat_pd.parallel.mesh import Mesh
 from longcat_pd.parallel.platform import platform_of
 from tests.npu.offline.capture import ranks
-from tests.npu.offline.shapes import empty
 from tests.releases import CHAT, FULL_2_0, LITE
 
 RELEASES = {"2.0": FULL_2_0, "chat": CHAT, "lite": LITE}
@@ -235,7 +239,7 @@ def on(device: str, inputs: ForwardInputs) -> ForwardInputs:
 
 NO_LAUNCHES = {
     *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"),
-    *("detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias", "wait_tensor"),
+    *("detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias", "wait_tensor", "device"),
 }
 KINDS: dict[type[nn.Module], str] = {
     NgramEmbedding: "embedding",
@@ -251,13 +255,14 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 class Seen(TorchDispatchMode):
     """Counts operators that are neither views nor allocations, in all and inside of modules.
 
-    `parts`: by kind of module, how often it launched how many. `crossings`: copies between host and device. `returned`: what
-    modules gave back, in their order.
+    `parts`: by kind of module, how often it launched how many. `doubles`: those whose result is fp64, which vector units do not
+    know. `crossings`: copies between host and device. `returned`: what modules gave back, in their order.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.operators: Counter[str] = Counter()
+        self.doubles: Counter[str] = Counter()
         self.crossings: Counter[str] = Counter()
         self.parts: dict[str, Counter[int]] = {}
         self.returned: list[tuple[str, tuple[Shape, ...]]] = []
@@ -294,10 +299,11 @@ class Seen(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if not func.is_view and name not in NO_LAUNCHES:
             self.operators[name] += 1
-            there = {t.device.type for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()}
-            here = {t.device.type for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor) and t.dim()}
-            if len(there | here) > 1:
-                self.crossings[f"{name}: {'+'.join(sorted(there))} -> {'+'.join(sorted(here))}"] += 1
+            if isinstance(out, Tensor):
+                self.doubles[name] += out.dtype == torch.float64
+                source = args[1] if name == "copy_" else args[0] if name == "_to_copy" else out
+                if source.device.type != out.device.type:
+                    self.crossings[f"{source.device.type} -> {out.device.type}"] += 1
         return out
 
     def _ended(self, name: str) -> Callable[..., None]:
@@ -309,17 +315,19 @@ class Seen(TorchDispatchMode):
                 self.parts.setdefault(kind, Counter())[num] += 1
             found = (out,) if isinstance(out, Tensor) else out if isinstance(out, tuple) else ()
             shapes = tuple((tuple(t.shape), t.dtype) for t in found if isinstance(t, Tensor))
-            self.returned.append((name, shapes))
+            if not isinstance(module, RotaryPositions):  # whose result is a table's own business
+                self.returned.append((name, shapes))
 
         return ended
 
-    def table(self) -> str:
-        """For people: launches by kind of module; in brackets of how many."""
+    def table(self) -> list[str]:
+        """Launches of one module by its kind, and how many such there are."""
         lines = [
-            f"  {kind}: " + ", ".join(f"{num} ({times})" for num, times in sorted(found.items()))
+            f"  {kind}: " + ", ".join(f"{num} (x {times})" for num, times in sorted(found.items()))
             for kind, found in self.parts.items()
         ]
-        return "\n".join([*lines, f"  all: {self.num}"])
+        wide = ", ".join(f"{name} {times}" for name, times in self.doubles.most_common() if times)
+        return [*lines, f"  all: {self.num}", *([f"  in fp64: {wide}"] if wide else [])]
 
 
 def static(ops: Ops) -> Ops:
@@ -332,6 +340,69 @@ def static(ops: Ops) -> Ops:
     )
 
 
-def merged(histograms: Mapping[str, Counter[str]]) -> Counter[str]:
-    """All of them together."""
-    return sum(histograms.values(), Counter())
+def reference_ops() -> Ops:
+    """The reference table, as far as it can be executed without data: what looks at data is sealed, with its shapes."""
+    return replace(kernels.load("cpu", exe_mode="inductor"), tile_elements=1 << 62)
+
+
+@contextlib.contextmanager
+def lists(sizes: Callable[[str, Tensor], Any] = lambda place, x: np.ones(x.shape, dtype=int).tolist()) -> Iterator[Counter[str]]:
+    """Lets tensors without data become lists and numbers of Python, and counts by who asks. `sizes` says what they get.
+
+    Outside of it who asks for data fails.
+    """
+    places: Counter[str] = Counter()
+
+    def asked(x: Tensor) -> Any:
+        code = sys._getframe(1).f_code
+        place = f"{Path(code.co_filename).stem}.{code.co_name}"
+        places[place] += 1
+        return sizes(place, x)
+
+    with mock.patch.object(FakeTensor, "tolist", asked), mock.patch.object(FakeTensor, "__int__", asked, create=True):
+        yield places
+
+
+# -- layouts
+
+PREFILL = ParallelConfig(
+    pp_size=8,
+    cp_size=8,
+    ep_size=8,
+    lmhead_tp_size=8,
+    ngram_embed_tp_size=8,
+    layers_per_stage=(4, 5, 5, 5, 5, 5, 5, 4),
+)
+DECODE = ParallelConfig(
+    dp_size=16,
+    kvp_size=8,
+    attn_tp_size=8,
+    dense_tp_size=8,
+    ep_size=128,
+    lmhead_tp_size=16,
+    ngram_embed_tp_size=128,
+)
+FUSED = replace(DECODE, moe_dispatch="fused")
+CHAT_32 = ParallelConfig(dp_size=32, dense_tp_size=8, ep_size=32, embed_tp_size=8, lmhead_tp_size=8, ngram_embed_tp_size=8)
+LITE_8 = ParallelConfig(dp_size=2, attn_tp_size=4, ep_size=8, lmhead_tp_size=8, ngram_embed_tp_size=8)
+LITE_16 = ParallelConfig(dp_size=4, attn_tp_size=4, ep_size=16, lmhead_tp_size=16, ngram_embed_tp_size=16)
+LITE_TP = ParallelConfig(
+    attn_tp_size=8, dense_tp_size=8, moe_tp_size=8, embed_tp_size=8, lmhead_tp_size=8, ngram_embed_tp_size=8
+)
+A2, A3 = NpuConfig(), NpuConfig(soc="A3")
+_CHAT = {"release": "chat", "role": "standalone", "num_drafts": 1, "max_model_len": 4736, "chunk": 4608}
+_LITE = {"release": "lite", "role": "standalone", "max_model_len": 1152, "chunk": 1024}
+POOLS: dict[str, Pool] = {
+    "2.0 prefill": Pool(release="2.0", role="prefill", parallel=PREFILL, num_drafts=3, is_int8=True, max_model_len=262144),
+    "2.0 bf16 prefill": Pool(release="2.0", role="prefill", parallel=PREFILL, num_drafts=3, max_model_len=262144),
+    "2.0 decode A2": Pool(release="2.0", role="decode", parallel=DECODE, num_drafts=3, is_int8=True, npu=A2),
+    "2.0 decode A3": Pool(release="2.0", role="decode", parallel=FUSED, num_drafts=3, is_int8=True, npu=A3),
+    "2.0 bf16 decode A3": Pool(release="2.0", role="decode", parallel=FUSED, num_drafts=3, npu=A3),
+    "chat 32 A2": Pool(parallel=CHAT_32, npu=A2, **_CHAT),
+    # rows of a prompt are more than the fused pair takes
+    "chat 32 A3": Pool(parallel=replace(CHAT_32, moe_dispatch="fused"), npu=A3, **_CHAT | {"role": "decode"}),
+    "lite 8 A2": Pool(parallel=LITE_8, num_seqs=2, npu=A2, **_LITE),
+    "lite 8 A3": Pool(parallel=replace(LITE_8, moe_dispatch="fused"), num_seqs=2, npu=A3, **_LITE),
+    "lite 8tp A3": Pool(parallel=LITE_TP, num_seqs=1, npu=A3, **_LITE),
+    "lite 16 int8 A3": Pool(parallel=replace(LITE_16, moe_dispatch="fused"), num_seqs=16, is_int8=True, npu=A3, **_LITE),
+}
