@@ -1,18 +1,33 @@
-"""Figures that are kept as text beside the tests: a section for each, and a difference fails.
+"""Figures that are kept as text beside the tests, for people to read: a difference fails.
 
-To write them anew delete the section, or the file, and run the tests: who finds none writes it and fails.
+To write a section anew delete it, or the file, and run the tests: who finds none writes it and fails.
 """
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+WIDTH = 118
 
-def same_as_kept(path: Path, title: str, lines: Sequence[str]) -> None:
-    """The section with this title has these lines."""
+
+def check_kept(path: Path, sections: Mapping[str, Iterable[str]]) -> None:
+    """The file has these sections, by title, with these lines."""
     text = path.read_text() if path.exists() else ""
-    sections = dict(section.split("\n", 1) for section in text.split("\n# ") if "\n" in section)
-    found = "\n".join(lines) + "\n"
-    if f"# {title}\n" not in f"\n{text}":
-        path.write_text(f"{text}\n# {title}\n{found}")
-        raise AssertionError(f"{path.name} had nothing about {title!r}; it has now")
-    assert found.strip() == sections[title].strip(), f"{path.name}: {title}"
+    kept = dict(section.split("\n", 1) for section in f"\n{text}".split("\n# ")[1:])
+    missing, other = [], []
+    for title, lines in sections.items():
+        found = "".join(f"{line}\n" for line in lines)
+        if title not in kept:
+            missing.append(title)
+            text += f"# {title}\n{found}\n"
+        elif kept[title].strip() != found.strip():
+            other.append(f"# {title}\n{found}")
+    if missing:
+        path.write_text(text)
+    assert not other, f"{path.name} has something else about:\n" + "\n".join(other)
+    assert not missing, f"{path.name} had nothing about {missing}; now it has"
+
+
+def wrapped(text: str) -> list[str]:
+    """As lines, the first of them further to the left."""
+    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)

@@ -33,7 +33,7 @@ from tests.npu.offline.full_size import (
     reference_ops,
     static,
 )
-from tests.npu.offline.kept import same_as_kept
+from tests.npu.offline.kept import check_kept, wrapped
 from tests.npu.offline.shapes import fake
 
 LAUNCHES = Path(__file__).with_name("launches.txt")
@@ -141,7 +141,7 @@ def test_prompts(name: str, rank: int, what: str, spans: Spans) -> None:
     with rank_of(pool, rank) as mesh:
         seen, asked = compared(pool, mesh, prompt(pool, mesh, spans))
     assert not seen.crossings
-    same_as_kept(LAUNCHES, f"{name}, rank {rank}: {what}", [*seen.table(), *asked_for(asked)])
+    check_kept(LAUNCHES, {f"{name}, rank {rank}: {what}": described(seen, asked)})
 
 
 WINDOWS: list[tuple[str, int]] = [
@@ -160,7 +160,7 @@ def test_decode_step(name: str, rank: int) -> None:
     with rank_of(pool, rank) as mesh:
         seen, asked = compared(pool, mesh, window(pool, mesh, 1))
     assert not seen.crossings
-    same_as_kept(LAUNCHES, f"{name}, rank {rank}: decode, best tokens", [*seen.table(), *asked_for(asked)])
+    check_kept(LAUNCHES, {f"{name}, rank {rank}: decode, best tokens": described(seen, asked)})
 
 
 @pytest.mark.parametrize("name", ["2.0 decode A3", "lite 8 A2"])
@@ -171,5 +171,6 @@ def test_decode_step_that_samples_and_edits(name: str) -> None:
     assert seen.crossings == {"cpu -> npu": 1}, "the bits of a word of a mask"
 
 
-def asked_for(asked: Counter[str]) -> list[str]:
-    return [f"  asks the host: {place} {times}" for place, times in asked.items()]
+def described(seen: Seen, asked: Counter[str]) -> list[str]:
+    lines = seen.table() + [f"asks the host: {place} {times}" for place, times in asked.items()]
+    return [short for line in lines for short in wrapped(line)]
