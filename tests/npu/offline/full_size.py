@@ -29,7 +29,7 @@ from longcat_pd.engine.inputs import InputsBuilder
 from longcat_pd.engine.plan import Admit, SlotSampling
 from longcat_pd.engine.slots import Load, SlotState, Span
 from longcat_pd.engine.speculative import ModelDrafts
-from longcat_pd.engine.stage_model import npu_settings, sizes_of
+from longcat_pd.engine.operators import npu_settings, sizes_of
 from longcat_pd.kernels import Ops
 from longcat_pd.kernels.npu import attention
 from longcat_pd.kernels.reference import sampling

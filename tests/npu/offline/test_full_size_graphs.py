@@ -97,7 +97,7 @@ def described(graph: Captured) -> list[str]:
     made = [node for node in graph.nodes if node.type not in PLACES]
     wide = Counter(node.type for node in made if DOUBLE in node.dtypes)
     lines = wrapped(f"{len(made)} nodes: {kinds_of(Counter(node.type for node in made))}")
-    return [*lines, *wrapped(f"in fp64: {kinds_of(wide)}")]
+    return [*lines, *(wrapped(f"in fp64: {kinds_of(wide)}") if wide else [])]
 
 
 def asked_of_cann(demands: dict[str, tuple[set[str], set[str]]]) -> list[str]:
