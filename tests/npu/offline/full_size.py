@@ -22,14 +22,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longcat_pd import kernels, wire
 from longcat_pd.config.model import ModelConfig
-from longcat_pd.config.schema import EngineConfig, InstanceSpec, ModelSection, NpuConfig, ParallelConfig, Role, TransferConfig
+from longcat_pd.config.schema import (
+    EngineConfig,
+    InstanceSpec,
+    ModelSection,
+    NpuConfig,
+    ParallelConfig,
+    Role,
+    TransferConfig,
+)
 from longcat_pd.engine.decode_state import DecodeShape, DecodeState
 from longcat_pd.engine.decode_step import DecodeStep
 from longcat_pd.engine.inputs import InputsBuilder
+from longcat_pd.engine.operators import npu_settings, sizes_of
 from longcat_pd.engine.plan import Admit, SlotSampling
 from longcat_pd.engine.slots import Load, SlotState, Span
 from longcat_pd.engine.speculative import ModelDrafts
-from longcat_pd.engine.operators import npu_settings, sizes_of
 from longcat_pd.kernels import Ops
 from longcat_pd.kernels.npu import attention
 from longcat_pd.kernels.reference import sampling
@@ -37,7 +45,7 @@ from longcat_pd.kv_cache.layout import BlockSplit
 from longcat_pd.kv_cache.spec import CacheSpec
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.models.attention import Attention
-from longcat_pd.models.batch import ForwardInputs, Rows
+from longcat_pd.models.batch import ForwardInputs
 from longcat_pd.models.causal_lm import CausalLM
 from longcat_pd.models.context import ModelContext
 from longcat_pd.models.decoder import DecoderLayer
@@ -256,8 +264,8 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 class Seen(TorchDispatchMode):
     """Counts operators that are neither views nor allocations, in all and inside of modules.
 
-    `parts`: by kind of module, how often it launched how many. `doubles`: those whose result is fp64, which vector units do not
-    know. `crossings`: copies between host and device. `returned`: what modules gave back, in their order.
+    `parts`: by kind of module, how often it launched how many. `doubles`: those whose result is fp64, which vector units do
+    not know. `crossings`: copies between host and device. `returned`: what modules gave back, in their order.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -347,7 +355,9 @@ def reference_ops() -> Ops:
 
 
 @contextlib.contextmanager
-def lists(sizes: Callable[[str, Tensor], Any] = lambda place, x: np.ones(x.shape, dtype=int).tolist()) -> Iterator[Counter[str]]:
+def lists(
+    sizes: Callable[[str, Tensor], Any] = lambda place, x: np.ones(x.shape, dtype=int).tolist(),
+) -> Iterator[Counter[str]]:
     """Lets tensors without data become lists and numbers of Python, and counts by who asks. `sizes` says what they get.
 
     Outside of it who asks for data fails.

@@ -7,19 +7,15 @@ written down here and in `launches.txt`.
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from longcat_pd.engine.decode_step import DecodeStep
 from longcat_pd.engine.sampler import SamplingRows, drawn
 from longcat_pd.kernels import Ops
-from longcat_pd.models.causal_lm import CausalLM
 from longcat_pd.parallel.mesh import Mesh
 from tests.npu.offline.full_size import (
-    BLOCK,
     GREEDY,
     POOLS,
     Pool,
