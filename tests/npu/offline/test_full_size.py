@@ -6,7 +6,10 @@ written down here and in `launches.txt`.
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -170,3 +173,25 @@ def test_decode_step_that_samples_and_edits(name: str) -> None:
 def described(seen: Seen, asked: Counter[str]) -> list[str]:
     lines = seen.table() + [f"asks the host: {place} {times}" for place, times in asked.items()]
     return [short for line in lines for short in wrapped(line)]
+
+
+def test_all_to_all_asks_for_its_counts() -> None:
+    """Three numbers or lists a layer: how many choices are of experts with weights, what leaves, and what comes."""
+    pool = replace(POOLS["lite 8 A2"], layers=1)
+    pool = replace(pool, parallel=replace(pool.parallel, moe_dispatch="all_to_all"))
+    choices = 1024 // pool.parallel.attn_tp_size * pool.config.moe_topk
+
+    def sizes(place: str, x: Tensor) -> Any:
+        if place != "dispatch.dispatch":
+            return [1] * len(x)
+        return [choices // pool.parallel.ep_size] * pool.parallel.ep_size if x.dim() else choices
+
+    def counts(x: Tensor, minlength: int) -> Tensor:
+        return x.new_empty(minlength)
+
+    with rank_of(pool, 6) as mesh, mock.patch.object(torch, "bincount", counts):
+        run = prompt(pool, mesh, ((0, 1024, True),))
+        with fake(pool.soc), torch.no_grad(), lists(sizes) as asked:
+            seen, (out, *_) = run(static(pool.ops("eager")), "npu", "")
+    assert tuple(out.shape) == (1024 // pool.parallel.attn_tp_size, pool.config.hidden_size) and not seen.crossings
+    assert asked == {"attention._fused": 2, "dispatch.dispatch": 3}
