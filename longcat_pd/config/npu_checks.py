@@ -75,6 +75,19 @@ def check_device_fits(
         if heads % tp == 0 and (seen > _MAX_HEADS or seen & (seen - 1)):
             text = f"attention on device=npu takes a power of two of heads, {_MAX_HEADS} at most; a rank has {seen}"
             found.cross([key, "device"], f"{key}={tp}: {text}")
+        _check_captured(role, pool, model, found=found)
+
+
+def _check_captured(role: Role, pool: PoolConfig, model: ModelConfig, *, found: Findings) -> None:
+    """Dense attention takes lengths as lists, for which a captured stream would have to wait."""
+    engine, key = pool.engine, f"{role}.engine.exe_mode"
+    room = engine.max_model_len + engine.num_draft_tokens
+    if engine.exe_mode == "npugraph_ex" and (model.indexer is None or room <= model.indexer.index_topk):
+        topk = (
+            "has no indexer" if model.indexer is None else f"picks among more than {model.indexer.index_topk} tokens only"
+        )
+        text = f"captures no dense attention, and this checkpoint {topk}; use ge_graph or eager"
+        found.cross([key, f"{role}.engine.max_model_len"], f"{key}=npugraph_ex: {text}")
 
 
 def _check_blocks(role: Role, pool: PoolConfig, *, found: Findings) -> None:
@@ -83,6 +96,10 @@ def _check_blocks(role: Role, pool: PoolConfig, *, found: Findings) -> None:
     if engine.block_size % _BLOCK_STEP or engine.block_size > _MAX_BLOCK:
         text = f"must be a multiple of {_BLOCK_STEP}, {_MAX_BLOCK} at most, with device=npu; 128 is usual"
         found.cross([key, "device"], f"{key}={engine.block_size}: {text}")
+    others = [part for part in engine.unfused if part != "prolog"]
+    if others:
+        key = f"{role}.engine.unfused"
+        found.cross([key, "device"], f"{key}={others}: with device=npu only prolog has a slow twin")
     key = f"{role}.engine.num_blocks"
     if not engine.num_blocks:
         text = "must be given with device=npu, whose memory is not known here"
@@ -112,6 +129,21 @@ def _check_communicators(npu: NpuConfig, pools: Mapping[Role, PoolConfig], *, fo
         if options.buffer_mb is not None and npu.soc == "A2":
             text = "npu.soc=A2 has one size for all groups; set HCCL_BUFFSIZE in env"
             found.cross([key, "npu.soc"], f"{key}={options.buffer_mb}: {text}")
+        elif options != HcclOptions() and not any(_has_group(pool, axis.name) for pool in pools.values()):
+            key = f"npu.hccl.{axis.name}"
+            found.cross([key], f"{key}: has no effect, no pool has a group of this axis")
+
+
+def _has_group(pool: PoolConfig, axis: str) -> bool:
+    """Whether ranks talk along it."""
+    parallel = pool.parallel
+    if axis == "fused":
+        return parallel.moe_dispatch == "fused" and parallel.ep_size > 1
+    if axis in ("node", "local"):
+        return parallel.moe_dispatch == "two_level" and parallel.ep_size > 1
+    sizes = vars(parallel)
+    of_tables = axis == "ngram_embed_tp" and not sizes["ngram_embed_tp_size"]  # then they are spread like words
+    return bool(sizes["embed_tp_size" if of_tables else f"{axis}_size"] > 1)
 
 
 def _changed(record: Any, usual: Any, path: str) -> Iterator[tuple[str, Any]]:

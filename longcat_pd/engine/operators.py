@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -23,21 +23,22 @@ def refusals() -> Iterator[None]:
         raise ConfigError(error.message, param=error.param) from error
 
 
-def operators_of(instance: InstanceSpec, config: ModelConfig, *, dtype: torch.dtype, is_int8: bool) -> kernels.Ops:
-    """The table of a rank. ``dtype``: of its model; ``is_int8``: parts of it are multiplied as int8.
+def operators_of(instance: InstanceSpec, config: ModelConfig, *, dtype: torch.dtype, int8: Collection[str]) -> kernels.Ops:
+    """The table of a rank. ``dtype``: of its model; ``int8``: names of what is multiplied as int8.
 
     Raises:
         kernels.Unsupported: the device, its software or the model's sizes do not fit.
     """
     engine, npu = instance.engine, npu_settings(instance.npu, dtype)
-    num_bytes = kernels.check_sizes(instance.device, sizes_of(instance, config, is_int8=is_int8), npu=npu)
+    has_int8_experts = any(".experts." in name for name in int8)
+    num_bytes = kernels.check_sizes(instance.device, sizes_of(instance, config, is_int8=has_int8_experts), npu=npu)
     if num_bytes:  # who sets it, by HCCL_BUFFSIZE or npu.hccl.fused.buffer_mb, cannot be seen from here
         logger().info("fused_pair_needs_buffer", mb=-(-num_bytes // (1 << 20)), usual_mb=200)
-    return kernels.load(instance.device, exe_mode=engine.exe_mode, is_steady=is_int8, unfused=engine.unfused, npu=npu)
+    return kernels.load(instance.device, exe_mode=engine.exe_mode, is_steady=bool(int8), unfused=engine.unfused, npu=npu)
 
 
 def sizes_of(instance: InstanceSpec, config: ModelConfig, *, is_int8: bool) -> kernels.ModelSizes:
-    """What operators are asked to take, of one rank of the instance."""
+    """What operators are asked to take, of one rank of the instance. ``is_int8``: its experts are."""
     parallel, engine, indexer = instance.parallel, instance.engine, config.indexer
     forced = 0 if indexer is None else indexer.index_init_tokens + indexer.index_local_tokens
     return kernels.ModelSizes(

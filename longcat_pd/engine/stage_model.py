@@ -41,7 +41,7 @@ def build_stage(
     int8 = int8_modules(open_checkpoint(Path(instance.model.path))) if has_weights else frozenset()
     dtype = data_type(instance, config)
     with refusals():
-        ops = operators_of(instance, config, dtype=dtype, is_int8=bool(int8))
+        ops = operators_of(instance, config, dtype=dtype, int8=int8)
     context = ModelContext(
         config=config,
         ops=ops,

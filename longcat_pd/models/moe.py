@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from longcat_pd.errors import ConfigError
 from longcat_pd.kernels.ops import WeightKind
 from longcat_pd.models.batch import Rows
 from longcat_pd.models.context import ModelContext
@@ -66,6 +67,9 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(context, f"{name}.router")
         self.gate_up, self.gate_up_scale = self._matrices(context, 2 * width, hidden, parts=("gate_proj", "up_proj"))
         self.down, self.down_scale = self._matrices(context, hidden, width, parts=("down_proj",))
+        if (self.gate_up_scale is None) != (self.down_scale is None):
+            text = f"checkpoint: of {name}.experts either gate_proj and up_proj or down_proj are int8; all must be, or none"
+            raise ConfigError(text, param="model.path")
         self._dispatch = make_dispatch(context, is_int8=self.gate_up_scale is not None)
 
     def forward(self, stream: Tensor, rows: Rows) -> Tensor:

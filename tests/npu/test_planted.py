@@ -167,7 +167,7 @@ PLANTED = {
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_mistake_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planted = PLANTED[name]
-    monkeypatch.setattr(test_table_fused, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(test_table_fused, "PATIENCE_S", 2.0)
     try:
         with (
             altered(planted.operator, planted.change) as calls,

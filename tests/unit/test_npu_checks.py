@@ -103,6 +103,8 @@ def test_every_option_of_a_group_reaches_the_rank(cluster: Path, name: str, valu
 
 @pytest.mark.parametrize("mode", ["ge_graph", "npugraph_ex"])
 def test_graphs_of_npu(cluster: Path, mode: str) -> None:
+    config = make_config("2.0", ["num_attention_heads=8"], dtype="bfloat16")
+    (cluster.parent / "model" / "config.json").write_text(json.dumps(config))
     spec = told(cluster, f"decode.engine.exe_mode={mode}")
     assert (spec.engine.exe_mode, spec.engine.buckets) == (mode, (1, 8))
 
@@ -111,6 +113,14 @@ def test_graphs_of_npu(cluster: Path, mode: str) -> None:
     ("overrides", "line"),
     [
         (["npu.sock=A2"], "npu.sock: unknown key"),
+        (
+            ["decode.engine.exe_mode=npugraph_ex"],
+            "decode.engine.exe_mode=npugraph_ex: captures no dense attention, and this checkpoint has no indexer",
+        ),
+        (["decode.engine.unfused=[norms, prolog]"], "decode.engine.unfused=['norms']: with device=npu only prolog"),
+        (["npu.hccl.ep.service_level=3"], "npu.hccl.ep: has no effect, no pool has a group of this axis"),
+        (["npu.hccl.fused.service_level=3"], "npu.hccl.fused: has no effect"),
+        (["npu.hccl.local.service_level=3"], "npu.hccl.local: has no effect"),
         (["npu.hccl.tp.buffer_mb=1"], "npu.hccl.tp: unknown key"),
         (["npu.hccl.ep.hccl_buffer_size=1"], "npu.hccl.ep.hccl_buffer_size: unknown key"),
         (["npu.hccl.ep.buffer_mb=big"], "npu.hccl.ep.buffer_mb=big: must be a whole number"),
