@@ -153,8 +153,12 @@ class DevicePair:
 
     @contextlib.contextmanager
     def _translated(self, timeout_s: float) -> Iterator[None]:
-        """Whatever comes out of a group that was ended, an error or nothing at all, is no tensor."""
+        """Whatever comes out of a group that was ended, an error or nothing at all, is no tensor. It is asked nothing more:
+        some build a new connection then, for which nobody is there, and which no timer would end.
+        """
         text = "the lane is closed"
+        if self._is_ended:
+            raise self._judged(text, timeout_s)
         try:
             yield
         except RuntimeError as error:

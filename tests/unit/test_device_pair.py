@@ -194,6 +194,17 @@ def test_a_close_ends_a_wait_of_the_lanes_thread(script: Script) -> None:
         assert not timer.is_alive(), "the deadline goes on"
 
 
+@pytest.mark.parametrize("me", [SOURCE, TARGET])
+def test_a_pair_that_was_ended_asks_its_group_nothing_more(script: Script, me: int) -> None:
+    made = pair(script, me)
+    made.close()
+    script.calls.clear()
+    for call in (lambda: made.send(LARGE), lambda: made.drain(5.0), lambda: made.receive_into(LARGE.clone(), 5.0)):
+        with pytest.raises(LaneClosed, match="the lane is closed"):
+            call()
+    assert not script.calls
+
+
 def test_a_link_that_breaks_is_a_closed_lane(script: Script) -> None:
     made = pair(script, SOURCE)
     made.send(LARGE)
