@@ -30,6 +30,7 @@ from longcat_pd.config.schema import (
 _COUNT = Range(1)
 _SECONDS = Range(0, is_open_low=True)
 _PORT = Range(1, 65535)
+_MOST_DEVICES = 1024  # of a node: each has a port
 
 RANGES: Mapping[type, Mapping[str, Range]] = {
     ModelSection: {"default_max_tokens": _COUNT},
@@ -57,7 +58,7 @@ RANGES: Mapping[type, Mapping[str, Range]] = {
         "request_timeout_s": _SECONDS,
         "keepalive_comment_s": Range(0),
     },
-    ClusterConfig: {"devices_per_node": _COUNT},
+    ClusterConfig: {"devices_per_node": Range(1, _MOST_DEVICES)},
     **NPU_RANGES,
 }
 

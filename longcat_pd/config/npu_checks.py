@@ -22,6 +22,7 @@ COMM_ALGS: Mapping[str, tuple[str, ...]] = {
 _CUBE_CORES, _VECTOR_CORES = 24, 48  # of the largest chip of both families
 _BLOCK_STEP, _MAX_BLOCK = 16, 1024
 _MAX_HEADS = 128
+_MOST_TOLD = 2**31 - 1  # HCCL reads numbers of 32 bits, and complains when it builds the communicator
 
 NPU_RANGES: Mapping[type, Mapping[str, Range]] = {
     NpuConfig: {
@@ -29,8 +30,8 @@ NPU_RANGES: Mapping[type, Mapping[str, Range]] = {
         **dict.fromkeys(("moe_vector_cores", "main_vector_cores"), Range(0, _VECTOR_CORES)),
     },
     HcclOptions: {
-        "buffer_mb": Range(1),
-        "exec_timeout_s": Range(1),
+        "buffer_mb": Range(1, _MOST_TOLD),
+        "exec_timeout_s": Range(1, _MOST_TOLD),
         "traffic_class": Range(0, 255),
         "service_level": Range(0, 7),
     },

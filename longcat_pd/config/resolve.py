@@ -160,13 +160,17 @@ def lay_overrides(tree: dict[str, Any], overrides: Sequence[str], found: Finding
 
 
 def anchor_paths(tree: dict[str, Any], keys: Sequence[tuple[str, ...]], folder: Path) -> None:
-    """Anchor the relative paths at ``keys`` of a tree at ``folder``, in place."""
+    """Anchor the relative paths at ``keys`` of a tree at ``folder``, in place. Raises ConfigError for what is no path."""
     for *sections, key in keys:
         here: Any = tree
         for section in sections:
             here = here.get(section) if isinstance(here, dict) else None
         if isinstance(here, dict) and isinstance(here.get(key), str) and here[key]:
-            here[key] = str((folder / Path(here[key]).expanduser()).resolve())
+            try:
+                here[key] = str((folder / Path(here[key]).expanduser()).resolve())
+            except (ValueError, RuntimeError) as error:  # a null character, or the home of nobody
+                name = ".".join((*sections, key))
+                raise ConfigError(f"{name}={here[key]!r}: is no path: {error}", param=name) from error
 
 
 def _read(path: str | Path, overrides: Sequence[str]) -> tuple[ClusterConfig, Findings]:

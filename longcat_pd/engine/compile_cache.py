@@ -8,6 +8,7 @@ Graphs are executed, so folders must be this user's alone. Knows no compiler; im
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import io
 import json
@@ -76,7 +77,7 @@ class CacheEntry:
         """
         self.open_folder()
         own = replace(self, folder=self.folder / f"{self.name}.{_whole_digest(self.facts)[:32]}")
-        for stale in self.folder.glob(f"{self.name}.*"):
+        for stale in self.folder.glob(f"{glob.escape(self.name)}.*"):
             if stale != own.folder:
                 logger().info("compile_cache_stale", graph=self.name, reason="changed")
                 shutil.rmtree(stale, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What is in the cache beside the keys that rows see never shows: unused blocks, the rest of a block, block 0, other ranks'."""
+"""What lies in the cache beside the keys that rows see never shows: other blocks, the rest of a block, block 0."""
 
 import random
 

@@ -176,3 +176,12 @@ def test_a_short_digest_tells_facts_apart() -> None:
     assert short_digest(FACTS) == short_digest(dict(reversed(FACTS.items())))
     assert short_digest(FACTS) != short_digest({**FACTS, "code": "c1"})
     assert compile_cache.short_digest({"a": "b", "c": "d"}) != short_digest({"a": "b, c: d"})
+
+
+def test_what_is_stale_is_what_has_the_very_name(tmp_path: Path, lines: io.StringIO) -> None:
+    """Whatever characters a name has: folders of other graphs stay."""
+    own = CacheEntry(tmp_path, "m[0-9]*-rank0", FACTS)
+    others = [CacheEntry(tmp_path, name, FACTS).own_folder() for name in ("m5-rank0", "m55-rank0", "m[0-9]*-rank00")]
+    first = own.own_folder()
+    second = replace(own, facts={**FACTS, "code": "c1"}).own_folder()
+    assert sorted(tmp_path.iterdir()) == sorted([*others, second]) and first != second

@@ -125,6 +125,12 @@ def test_graphs_of_npu(cluster: Path, mode: str) -> None:
         (["npu.hccl.ep.hccl_buffer_size=1"], "npu.hccl.ep.hccl_buffer_size: unknown key"),
         (["npu.hccl.ep.buffer_mb=big"], "npu.hccl.ep.buffer_mb=big: must be a whole number"),
         (["npu.soc=A3", "npu.hccl.ep.buffer_mb=0"], "npu.hccl.ep.buffer_mb=0: must be at least 1"),
+        (
+            ["npu.soc=A3", "npu.hccl.ep.buffer_mb=2147483648"],
+            "npu.hccl.ep.buffer_mb=2147483648: must be at most 2.14748e+09",
+        ),
+        (["npu.hccl.ep.exec_timeout_s=2147483648"], "npu.hccl.ep.exec_timeout_s=2147483648: must be at most 2.14748e+09"),
+        (["devices_per_node=1000000000000"], "devices_per_node=1000000000000: must be at most 1024"),
         (["npu.hccl.ep.service_level=8"], "npu.hccl.ep.service_level=8: must be at most 7"),
         (["npu.hccl.ep.traffic_class=256"], "npu.hccl.ep.traffic_class=256: must be at most 255"),
         (["npu.hccl.ep.exec_timeout_s=0"], "npu.hccl.ep.exec_timeout_s=0: must be at least 1"),
@@ -211,3 +217,10 @@ def test_one_captured_stream_has_nothing_beside_it(cluster: Path) -> None:
         for line in refusal(cluster, *both)
     )
     assert told(cluster, both[0], "decode.engine.exe_mode=ge_graph").npu.is_moe_overlapped
+
+
+@pytest.mark.parametrize("key", ["model.path", "decode.engine.compile_cache", "log_dir"])
+@pytest.mark.parametrize("path", ["a\0b", "~nobody-of-this-name/x"])
+def test_what_is_no_path(cluster: Path, key: str, path: str) -> None:
+    (line,) = refusal(cluster, f"{key}={json.dumps(path)}")
+    assert line.startswith(f"{key}={path!r}: is no path: ")
