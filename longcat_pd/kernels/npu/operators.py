@@ -6,6 +6,8 @@ operators chooses once, by ``has``.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +49,14 @@ def found(name: str) -> Callable[..., Any] | None:
 
 
 def converts(name: str) -> bool:
-    """Whether torchair knows what becomes of it in a graph; nobody does before torchair is imported."""
+    """Whether torchair knows what becomes of it in a graph.
+
+    It loads what it knows when it first needs it, which is too late for a table. Releases without that place have loaded
+    all with themselves.
+    """
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torchair")
+        importlib.import_module("torchair._ge_concrete_graph.ge_converter.custom")
     packet: Any = found(name)
     return packet is not None and hasattr(packet.default, "_ge_converter")
 

@@ -5,6 +5,8 @@ each. One graph of all 38 layers is made in a test that is marked slow. What gra
 node types with the inputs and attributes that are given.
 """
 
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -161,3 +163,12 @@ def test_a_graph_of_all_layers() -> None:
             sizes[layers] = {type_: num for type_, num in graph.histogram().items() if type_ not in PLACES}
     each = {type_: num - sizes[1][type_] for type_, num in sizes[2].items()}
     assert sizes[38] == {type_: num + 36 * each[type_] for type_, num in sizes[2].items()}
+
+
+def test_a_new_process_knows_what_converts() -> None:
+    """The compiler loads what it knows when it first compiles; a rank makes its table before that."""
+    program = (
+        "import tests.npu.offline.real, longcat_pd.kernels.npu.operators as o; print(o.converts('npu_attention_update'))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout.split()[-1] == "True"
