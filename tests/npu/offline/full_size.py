@@ -254,10 +254,10 @@ KINDS: dict[type[nn.Module], str] = {
     NgramEmbedding: "embedding",
     DecoderLayer: "layer",
     Attention: "attention",
-    MixtureOfExperts: "experts",
     GatedMlp: "dense MLP",
     LmHead: "head",
 }
+METHODS = {(MixtureOfExperts, "mix"): "experts", (MixtureOfExperts, "give"): "experts' rows to all"}
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -291,16 +291,20 @@ class Seen(TorchDispatchMode):
         self.parts.setdefault(kind, Counter())[self.num - began] += 1
 
     def __enter__(self) -> "Seen":
-        self._hooks = []
+        self._patches = contextlib.ExitStack()
+        for (owner, method), kind in METHODS.items():
+            self._patches.enter_context(mock.patch.object(owner, method, self._within(vars(owner)[method], kind)))
         for name, module in self._model.named_modules():
-            self._hooks.append(module.register_forward_pre_hook(lambda *_: self._began.append(self.num)))
-            self._hooks.append(module.register_forward_hook(self._ended(name)))
+            for hook in (
+                module.register_forward_pre_hook(lambda *_: self._began.append(self.num)),
+                module.register_forward_hook(self._ended(name)),
+            ):
+                self._patches.callback(hook.remove)
         return super().__enter__()  # type: ignore[no-any-return]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for hook in self._hooks:
-            hook.remove()
+        self._patches.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -314,6 +318,17 @@ class Seen(TorchDispatchMode):
                 if source.device.type != out.device.type:
                     self.crossings[f"{source.device.type} -> {out.device.type}"] += 1
         return out
+
+    def _within(self, method: Callable[..., Tensor], kind: str) -> Callable[..., Tensor]:
+        """A part of a layer that is a method, not a module."""
+
+        def within(*given: Any) -> Tensor:
+            with self.part(kind):
+                out = method(*given)
+            self.returned.append((kind, ((tuple(out.shape), out.dtype),)))
+            return out
+
+        return within
 
     def _ended(self, name: str) -> Callable[..., None]:
         def ended(module: nn.Module, _given: Any, out: Any) -> None:
