@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from longcat_pd.errors import ConfigError
 from longcat_pd.kernels.ops import WeightKind
 from longcat_pd.models.batch import Rows
 from longcat_pd.models.context import ModelContext
@@ -67,9 +66,6 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(context, f"{name}.router")
         self.gate_up, self.gate_up_scale = self._matrices(context, 2 * width, hidden, parts=("gate_proj", "up_proj"))
         self.down, self.down_scale = self._matrices(context, hidden, width, parts=("down_proj",))
-        if (self.gate_up_scale is None) != (self.down_scale is None):
-            text = f"checkpoint: of {name}.experts either gate_proj and up_proj or down_proj are int8; all must be, or none"
-            raise ConfigError(text, param="model.path")
         self._dispatch = make_dispatch(context, is_int8=self.gate_up_scale is not None)
 
     def forward(self, stream: Tensor, rows: Rows) -> Tensor:
@@ -89,10 +85,11 @@ class MixtureOfExperts(nn.Module):
 
     def prepare(self) -> None:
         """See Preparable."""
-        is_int8 = self.gate_up_scale is not None
-        kind: WeightKind = "experts_int8" if is_int8 else "experts"
-        self.gate_up = prepared(self._ops, self.gate_up, kind)
-        self.down = prepared(self._ops, self.down, kind)
+        kinds: list[WeightKind] = [
+            "experts" if scale is None else "experts_int8" for scale in (self.gate_up_scale, self.down_scale)
+        ]
+        self.gate_up = prepared(self._ops, self.gate_up, kinds[0])
+        self.down = prepared(self._ops, self.down, kinds[1])
         if self.down_scale is not None:
             self.down_scale = prepared(self._ops, self.down_scale, "experts_scale")
 
