@@ -54,7 +54,7 @@ $(NODE_CLIENTS): tests/clients/node/package-lock.json
 	touch $@
 
 # The NPU table against the real torch_npu over link stand-ins: nothing runs on an NPU. x86-64, gcc and binutils; the wheels
-# (75 MB) are a download of this target alone, into a folder of its own. Nine minutes on two cores.
+# (75 MB) are a download of this target alone, into a folder of its own. Ten minutes on two cores.
 NPU := .npu
 NPU_RELEASES := 2.6.0.post5 2.13.0
 NPU_ENV := TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH=$(NPU)/stand-ins PYTHONPATH=$(NPU)/site
