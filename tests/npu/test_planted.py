@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ def altered(operator: str, change: Callable[[Arguments], Arguments]) -> Iterator
     """``torch.ops.npu.<operator>`` gets what ``change`` makes of its arguments, all of them by name; yields the calls."""
     real, calls = getattr(torch.ops.npu, operator), []
     names = [argument.name for argument in real.default._schema.arguments]
+    if isinstance(change, partial):  # else the refusal of an unknown name would pass for what finds the mistake
+        assert {*change.args[0]} <= {*names}, f"{operator} has no {sorted({*change.args[0]} - {*names})}"
 
     def call(*args: Any, **kwargs: Any) -> Any:
         calls.append(change(dict(zip(names, args, strict=False)) | kwargs))
@@ -44,8 +47,12 @@ class Planted:
 
 
 def given(**changed: Any) -> Callable[[Arguments], Arguments]:
-    """Other values than those that the table gives."""
-    return lambda arguments: arguments | changed
+    """Other values than those that the table gives, of arguments that the operator has."""
+    return partial(_with, changed)
+
+
+def _with(changed: Arguments, arguments: Arguments) -> Arguments:
+    return arguments | changed
 
 
 def renamed(old: str, new: str) -> Callable[[Arguments], Arguments]:
@@ -170,7 +177,7 @@ def test_a_planted_mistake_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(test_table_fused, "PATIENCE_S", 2.0)
     try:
         with (
-            altered(planted.operator, planted.change) as calls,
+            altered(planted.operator, planted.change) as calls,  # before what follows: its own complaint is no find
             pytest.raises((AssertionError, ValueError, RuntimeError, TypeError)),
         ):
             planted.check()
