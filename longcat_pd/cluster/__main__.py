@@ -22,7 +22,7 @@ from typing import Any
 from longcat_pd.cluster.processes import Children, Process, kill_sessions, send, wait_for_end
 from longcat_pd.cluster.record import RunFolder, State, last_lines
 from longcat_pd.config.checks import pools, port_uses
-from longcat_pd.config.resolve import instance_spec, load, model_path
+from longcat_pd.config.resolve import instance_spec, load, unresolved
 from longcat_pd.config.schema import ClusterConfig
 from longcat_pd.errors import ConfigError
 from longcat_pd.sizing.preflight import free_memory_bytes, port_findings, total_memory_findings
@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _start(folder: RunFolder, config: Path, *, options: argparse.Namespace) -> int:
-    wanted = model_path(config, options.overrides)
+    wanted = Path(unresolved(config, options.overrides).model.path)
     with folder.one_at_a_time():
         before = folder.read()
         if before is not None and before.alive:

@@ -12,11 +12,13 @@ from typing import NamedTuple
 
 from longcat_pd.config.layout_checks import SUPPORTED_DEVICES, check_layout, check_layout_fits
 from longcat_pd.config.model import ModelConfig
+from longcat_pd.config.node_checks import check_hosts, check_nodes
 from longcat_pd.config.npu_checks import NPU_RANGES, check_device, check_device_fits
 from longcat_pd.config.reader import Findings, Range
 from longcat_pd.config.schema import (
     ClusterConfig,
     EngineConfig,
+    HostsConfig,
     InstanceConfig,
     InstanceSpec,
     LoadBalancerConfig,
@@ -58,10 +60,17 @@ RANGES: Mapping[type, Mapping[str, Range]] = {
         "request_timeout_s": _SECONDS,
         "keepalive_comment_s": Range(0),
     },
-    ClusterConfig: {"devices_per_node": Range(1, _MOST_DEVICES)},
+    HostsConfig: {
+        "port": _PORT,
+        "connect_timeout_s": _SECONDS,
+        "keep_releases": _COUNT,
+        "cores_per_device": Range(0),
+    },
+    ClusterConfig: {"devices_per_node": Range(1, _MOST_DEVICES), "device_memory_gib": Range(0)},
     **NPU_RANGES,
 }
 
+NODES_PORT = 6
 INSTANCE_PORTS: Mapping[int, str] = {
     0: "HTTP",
     1: "control records",
@@ -69,6 +78,7 @@ INSTANCE_PORTS: Mapping[int, str] = {
     3: "outputs",
     4: "rendezvous of the instance",
     5: "rendezvous of the lanes",
+    NODES_PORT: "ranks on further nodes",
 }
 DEVICE_PORTS = 10  # the first of the range that transports which listen take, one port for each device
 
@@ -76,12 +86,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 class PortUse(NamedTuple):
-    """One port that a configuration claims. ``key`` is the setting that it follows from."""
+    """One port that a configuration claims. ``key``: the setting that it follows from; ``node``: the machine with it."""
 
     host: str
     port: int
     purpose: str
     key: str
+    node: str = ""
 
 
 def pools(config: ClusterConfig) -> Iterator[tuple[Role, PoolConfig]]:
@@ -96,27 +107,32 @@ def pools(config: ClusterConfig) -> Iterator[tuple[Role, PoolConfig]]:
 
 def port_uses(config: ClusterConfig) -> Iterator[PortUse]:
     """All ports of a cluster."""
+    balancer = config.load_balancer
     if config.prefill is not None:
-        yield PortUse(config.load_balancer.host, config.load_balancer.port, "balancer", "load_balancer.port")
+        yield PortUse(balancer.host, balancer.port, "balancer", "load_balancer.port", balancer.node)
     for role, pool in pools(config):
         for place, instance in enumerate(pool.instances):
-            key = f"{role}.instances[{place}].http_port"
-            for offset, purpose in _offsets(role, config.device, config.devices_per_node):
-                yield PortUse(instance.host, instance.http_port + offset, f"{instance.name} {purpose}", key)
+            key, first, name = f"{role}.instances[{place}].http_port", instance.http_port, instance.name
+            for offset in _offsets(role, num_nodes=len(instance.nodes)):
+                purpose = f"{name} {INSTANCE_PORTS[offset]}"
+                yield PortUse(instance.host, first + offset, purpose, key, instance.host)
+            for node in instance.nodes if config.device != "cpu" else ():  # where a transport may listen on them
+                for number in range(DEVICE_PORTS, DEVICE_PORTS + config.devices_per_node):
+                    yield PortUse(node, first + number, f"{name} device {number - DEVICE_PORTS}", key, node)
 
 
 def ports_of(spec: InstanceSpec) -> Iterator[PortUse]:
-    """The ports of one instance, those of its devices apart."""
-    for offset, purpose in _offsets(spec.role, "cpu", 0):
-        yield PortUse(spec.host, spec.http_port + offset, purpose, f"{spec.name}.http_port")
+    """The ports of one instance's driver, those of its devices apart."""
+    for offset in _offsets(spec.role, num_nodes=len(spec.nodes)):
+        yield PortUse(spec.host, spec.http_port + offset, INSTANCE_PORTS[offset], f"{spec.name}.http_port", spec.host)
 
 
-def _offsets(role: Role, device: str, devices_per_node: int) -> Iterator[tuple[int, str]]:
-    """A standalone engine has no peers and no lanes; devices have ports where a transport may listen on them."""
-    unused = (1, 5) if role == "standalone" else ()
-    yield from ((offset, purpose) for offset, purpose in INSTANCE_PORTS.items() if offset not in unused)
-    if device != "cpu":
-        yield from ((DEVICE_PORTS + number, f"device {number}") for number in range(devices_per_node))
+def _offsets(role: Role, *, num_nodes: int) -> Iterator[int]:
+    """A standalone engine has no peers and no lanes, one on one node no others."""
+    unused = {1, 5} if role == "standalone" else set()
+    if num_nodes <= 1:
+        unused.add(NODES_PORT)
+    yield from (offset for offset in INSTANCE_PORTS if offset not in unused)
 
 
 def check_shape(config: ClusterConfig, found: Findings) -> None:
@@ -130,6 +146,7 @@ def check_shape(config: ClusterConfig, found: Findings) -> None:
         _check_graphs(role, pool, found=found)
     _check_devices(config, found)
     check_device(config, dict(pools(config)), found=found)
+    check_hosts(config, list(pools(config)), found=found)
     _check_pair(config, found)
 
 
@@ -209,11 +226,7 @@ def _check_instances(config: ClusterConfig, found: Findings) -> None:
             elif instance.name in seen:
                 found.cross([key], f"{key}={instance.name}: already the name of {seen[instance.name]}")
             seen.setdefault(instance.name, path)
-            if not instance.nodes:
-                found.cross([f"{path}.nodes"], f"{path}.nodes: at least one address is needed")
-            elif len(instance.nodes) > 1:
-                text = "an instance on several nodes is not supported yet; its ranks all run on the first"
-                found.cross([f"{path}.nodes"], f"{path}.nodes={list(instance.nodes)}: {text}")
+        check_nodes(role, pool, found=found)
 
 
 def _check_ports(config: ClusterConfig, found: Findings) -> None:
@@ -225,7 +238,7 @@ def _check_ports(config: ClusterConfig, found: Findings) -> None:
         if use.port > 65535 and (use.key, "") not in reported:
             reported.add((use.key, ""))
             found.cross([use.key], f"{use.key}: {use.purpose} would be port {use.port}; the last port is 65535")
-        other = taken.setdefault((_same_host(use.host), use.port), use)
+        other = taken.setdefault((_same_host(use.node or use.host), use.port), use)
         if other is not use and (other.key, use.key) not in reported:
             reported.add((other.key, use.key))
             text = f"port {use.port} of {use.host} ({use.purpose}) is also taken by {other.key} ({other.purpose})"
@@ -276,6 +289,8 @@ def _check_devices(config: ClusterConfig, found: Findings) -> None:
         shape = " x ".join(f"{axis} {vars(pool.parallel)[axis]}" for axis in axes)
         for place, instance in enumerate(pool.instances):
             devices = len(instance.nodes) * config.devices_per_node
+            if not instance.nodes:
+                continue
             if world > devices or (config.device != "cpu" and world != devices):
                 nodes = f"{role}.instances[{place}]"
                 text = f"{nodes} has {len(instance.nodes)} nodes x devices_per_node {config.devices_per_node} = {devices}"

@@ -41,6 +41,8 @@ _PATH_KEYS = (
     ("load_balancer", "admin_key_file"),
     ("cluster_key_file",),
     ("log_dir",),
+    ("hosts", "identity_file"),
+    ("hosts", "known_hosts_file"),
     *((role, "engine", "compile_cache") for role in ("prefill", "decode", "standalone")),
 )
 
@@ -59,11 +61,25 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> ClusterConfig:
     return _resolve(*_read(path, overrides))
 
 
-def model_path(path: str | Path, overrides: Sequence[str] = ()) -> Path:
-    """Where the checkpoint is expected to be. Checks all that can be checked before it exists. Raises ConfigError."""
+def unresolved(path: str | Path, overrides: Sequence[str] = ()) -> ClusterConfig:
+    """A cluster as far as it can be told without its checkpoint, which may be on other machines alone.
+
+    Checks all that can be checked so. What is "auto" and follows from the checkpoint is not filled. Raises ConfigError.
+    """
     config, found = _read(path, overrides)
     found.raise_if_any()
-    return Path(config.model.path)
+    return config
+
+
+def as_json(path: str | Path, overrides: Sequence[str] = ()) -> str:
+    """The same configuration as a file of its own, to be read on another machine: overrides laid over, paths absolute.
+
+    JSON, which is YAML too. Raises ConfigError.
+    """
+    found = Findings()
+    tree = _tree(path, overrides, found)
+    found.raise_if_any()
+    return json.dumps(tree, indent=1, ensure_ascii=False)
 
 
 def standalone(model_path: str, overrides: Sequence[str], *, host: str, port: int) -> InstanceSpec:
@@ -83,7 +99,7 @@ def standalone_cluster(model_path: str, overrides: Sequence[str], *, host: str, 
     shorts = ("engine.", "parallel.")
     full = [f"standalone.{item}" if item.startswith(shorts) else item for item in overrides]
     found = Findings()
-    config = _records(tree, full, found)
+    config = _records(_with_overrides(tree, full, found), found)
     cluster = _resolve(config, found)
     return dataclasses.replace(cluster, load_balancer=dataclasses.replace(cluster.load_balancer, host=host, port=port))
 
@@ -105,6 +121,9 @@ def instance_spec(cluster: ClusterConfig, name: str) -> InstanceSpec:
         engine=pool.engine,
         transfer=cluster.transfer,
         npu=cluster.npu,
+        nodes=instance.nodes,
+        device_memory_gib=cluster.device_memory_gib,
+        cores_per_device=cluster.hosts.cores_per_device,
         peers=tuple(_peer(other, inst) for other, _, inst in known.values() if other != role),
         cluster_key_file=cluster.cluster_key_file,
     )
@@ -117,13 +136,14 @@ def _peer(role: Role, instance: InstanceConfig) -> PeerAddress:
 
 def _digest(spec: InstanceSpec) -> str:
     """Equal for equal settings, whichever instance of a pool has them; the balancer computes it from its own file."""
-    anyone = dataclasses.replace(spec, name="", host="", http_port=0)
+    anyone = dataclasses.replace(spec, name="", host="", http_port=0, nodes=())
     text = json.dumps(dataclasses.asdict(anyone), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def complete(config: ClusterConfig, found: Findings) -> ClusterConfig:
     """A configuration that was not read here, checked and resolved like one that was. Raises ConfigError."""
+    config = _with_node_of_balancer(config)
     check_shape(config, found)
     return _resolve(config, found)
 
@@ -175,15 +195,24 @@ def anchor_paths(tree: dict[str, Any], keys: Sequence[tuple[str, ...]], folder: 
 
 def _read(path: str | Path, overrides: Sequence[str]) -> tuple[ClusterConfig, Findings]:
     found = Findings()
+    return _records(_tree(path, overrides, found), found), found
+
+
+def _tree(path: str | Path, overrides: Sequence[str], found: Findings) -> dict[str, Any]:
+    """The file with overrides laid over it and its paths anchored."""
     tree = read_tree(path, sections="model, prefill, decode, …")
     anchor_paths(tree, _PATH_KEYS, Path(path).absolute().parent)
-    return _records(tree, overrides, found), found
+    return _with_overrides(tree, overrides, found)
 
 
-def _records(tree: dict[str, Any], overrides: Sequence[str], found: Findings) -> ClusterConfig:
+def _with_overrides(tree: dict[str, Any], overrides: Sequence[str], found: Findings) -> dict[str, Any]:
     lay_overrides(tree, overrides, found)
     anchor_paths(tree, _PATH_KEYS, Path.cwd())
-    config = Reader(found, RANGES).record(ClusterConfig, tree)
+    return tree
+
+
+def _records(tree: dict[str, Any], found: Findings) -> ClusterConfig:
+    config = _with_node_of_balancer(Reader(found, RANGES).record(ClusterConfig, tree))
     check_shape(config, found)
     return config
 
@@ -203,6 +232,15 @@ def _resolve(config: ClusterConfig, found: Findings) -> ClusterConfig:
             check_blocks(role, pool, found=found)
     found.raise_if_any()
     return config
+
+
+def _with_node_of_balancer(config: ClusterConfig) -> ClusterConfig:
+    """As in the published deployment the last node, which is one of the prefill pool."""
+    instances = config.prefill.instances if config.prefill is not None else ()
+    if config.load_balancer.node or not instances or not instances[-1].nodes:
+        return config
+    balancer = dataclasses.replace(config.load_balancer, node=instances[-1].nodes[-1])
+    return dataclasses.replace(config, load_balancer=balancer)
 
 
 def _checkpoint(config: ClusterConfig, found: Findings) -> ModelConfig | None:

@@ -44,6 +44,9 @@ class ParallelConfig:
     embed_tp_size: int = 1  # rows of the word embedding
     lmhead_tp_size: int = 1  # rows of the head
     ngram_embed_tp_size: int = 0  # rows of the n-gram tables; resolved: as embed_tp_size
+    ngram_tables: Literal["device", "host"] = (
+        "device"  # memory that holds the rows; host: looked up there, outside of graphs
+    )
     moe_dispatch: Literal["gather", "all_to_all", "two_level", "fused"] = "gather"
     node_size: int = 0  # nodes that the ranks of one ep group lie on, for two_level; resolved: by devices_per_node
     layers_per_stage: tuple[int, ...] = ()  # resolved: even, larger stages first
@@ -89,11 +92,16 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceConfig:
-    """One driver and its ranks. Ports count up from ``http_port``: ``checks.INSTANCE_PORTS``."""
+    """One driver and its ranks. Ports count up from ``http_port``: ``checks.INSTANCE_PORTS``.
+
+    ``nodes``: addresses of its machines, each with the same number of neighbouring ranks, in their order; the driver is on
+    the first. ``env``: as in ``ClusterConfig``, for this instance alone.
+    """
 
     name: str
     http_port: int
     nodes: tuple[str, ...] = ("127.0.0.1",)
+    env: dict[str, str] = field(default_factory=dict)
 
     @property
     def host(self) -> str:
@@ -108,6 +116,7 @@ class PoolConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     instances: tuple[InstanceConfig, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)  # as in ClusterConfig, for this pool alone
 
     @property
     def num_graphs(self) -> int:
@@ -131,9 +140,10 @@ class TransferConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadBalancerConfig:
-    """The public face."""
+    """The public face. ``host``: where it listens; ``node``: the machine that it runs on."""
 
     host: str = "127.0.0.1"
+    node: str = ""  # resolved: the last node of the last prefill instance
     port: int = 8081
     retry: int = 1
     max_inflight: int = 4096
@@ -192,8 +202,32 @@ class NpuConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostsConfig:
+    """The machines of a cluster, which are all alike, and how ``run_pd.sh`` reaches those that it does not run on.
+
+    By ssh with keys, against known host keys. ``path``: a folder of each machine for code, logs and what was started;
+    "" where all nodes are the machine itself, which then runs the tree that it has.
+    """
+
+    user: str = ""  # as are identity_file and known_hosts_file: left to the configuration of ssh if they are not given
+    port: int = 22
+    identity_file: str | None = None
+    known_hosts_file: str | None = None
+    connect_timeout_s: float = 10.0
+    path: str = ""
+    python: str = ""  # the interpreter there that has the packages; "": .venv of the tree, made when code is distributed
+    setup_files: tuple[str, ...] = ()  # shell files that are sourced before a service starts, as CANN's set_env.sh
+    keep_releases: int = 3
+    cores_per_device: int = 0  # neighbouring processor cores that the rank of each device is bound to; 0: any
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """One YAML. ``standalone`` replaces both pools in `serve` and `infer`."""
+    """One YAML. ``standalone`` replaces both pools in `serve` and `infer`.
+
+    ``env`` is handed to the services that are started, and never read by them; that of a pool is laid over it, and that of
+    an instance over both.
+    """
 
     model: ModelSection
     device: Literal["cpu", "cuda", "npu"] = "cpu"
@@ -204,6 +238,8 @@ class ClusterConfig:
     load_balancer: LoadBalancerConfig = field(default_factory=LoadBalancerConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     npu: NpuConfig = field(default_factory=NpuConfig)
+    hosts: HostsConfig = field(default_factory=HostsConfig)
+    device_memory_gib: float = 0.0  # that ranks may take of a device; 0: as sizing/cards.py has it for npu.soc
     cluster_key_file: str | None = None
     env: dict[str, str] = field(default_factory=dict)
     log_dir: str | None = None
@@ -233,9 +269,17 @@ class InstanceSpec:
     engine: EngineConfig
     transfer: TransferConfig
     npu: NpuConfig = field(default_factory=NpuConfig)
+    nodes: tuple[str, ...] = ()  # none: all on the machine of the driver
+    device_memory_gib: float = 0.0
+    cores_per_device: int = 0
     peers: tuple[PeerAddress, ...] = ()
     cluster_key_file: str | None = None
     config_digest: str = ""
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Neighbouring ranks that share a machine."""
+        return self.parallel.world_size // max(len(self.nodes), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,8 +296,13 @@ class RankSpec:
 
     @property
     def local_rank(self) -> int:
-        """Its place on its node: all ranks of an instance run on the first one."""
-        return self.rank
+        """Its place on its node."""
+        return self.rank % self.instance.ranks_per_node
+
+    @property
+    def node_rank(self) -> int:
+        """The place of its node among those of the instance."""
+        return self.rank // self.instance.ranks_per_node
 
     @property
     def identity(self) -> bytes:

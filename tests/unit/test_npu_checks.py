@@ -30,12 +30,12 @@ def cluster(tmp_path: Path) -> Path:
         "prefill": {
             "engine": engine,
             "parallel": {"pp_size": 2},
-            "instances": [{"name": "p0", "http_port": 30000}],
+            "instances": [{"name": "p0", "http_port": 30000, "nodes": ["10.0.0.1"]}],
         },
         "decode": {
             "engine": dict(engine),
             "parallel": {"kvp_size": 2, "attn_tp_size": 2},
-            "instances": [{"name": "d0", "http_port": 31000}],
+            "instances": [{"name": "d0", "http_port": 31000, "nodes": ["10.0.0.2"]}],
         },
     }
     file = tmp_path / "cluster.yaml"

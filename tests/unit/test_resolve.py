@@ -15,9 +15,9 @@ from longcat_pd.config.resolve import (
     even_stages,
     instance_spec,
     load,
-    model_path,
     standalone,
     standalone_cluster,
+    unresolved,
 )
 from longcat_pd.errors import ConfigError
 from longcat_pd.tiny.configs import make_config
@@ -274,9 +274,9 @@ def test_files_that_are_not_configurations(tmp_path: Path) -> None:
 
 
 def test_the_checkpoint_path_is_known_before_there_is_a_checkpoint(cluster: Path) -> None:
-    assert model_path(cluster, ["model.path=/models/later"]) == Path("/models/later")
+    assert unresolved(cluster, ["model.path=/models/later"]).model.path == "/models/later"
     with pytest.raises(ConfigError, match=r"decode\.parallel\.pp_size"):
-        model_path(cluster, ["model.path=/models/later", "decode.parallel.pp_size=2"])
+        unresolved(cluster, ["model.path=/models/later", "decode.parallel.pp_size=2"])
 
 
 def test_an_instance_knows_its_peers_and_a_digest_of_what_concerns_it(cluster: Path) -> None:
