@@ -51,7 +51,7 @@ RANGES: Mapping[type, Mapping[str, Range]] = {
         "drain_timeout_s": Range(0),
     },
     InstanceConfig: {"http_port": _PORT},
-    TransferConfig: {"timeout_s": _SECONDS, "pairing_timeout_s": _SECONDS},
+    TransferConfig: dict.fromkeys(("timeout_s", "connect_timeout_s", "pairing_timeout_s"), _SECONDS),
     LoadBalancerConfig: {
         "port": _PORT,
         "retry": Range(0),

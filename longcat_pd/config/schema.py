@@ -134,6 +134,7 @@ class TransferConfig:
 
     transport: Literal["process_group", "loopback"] = "process_group"
     timeout_s: float = 60.0
+    connect_timeout_s: float = 10.0  # until a new lane stands; cards that meet for the first time may need minutes
     pairing_timeout_s: float = 10.0
     digest: Literal["off", "sample", "all"] = "off"
 

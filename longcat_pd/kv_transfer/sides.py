@@ -20,7 +20,7 @@ DigestMode = Literal["off", "sample", "all"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaneOptions:
-    """How lanes behave. ``timeout_s``: longest time without progress of a message."""
+    """How lanes behave. ``timeout_s``: longest time without progress of a message; ``connect_timeout_s``: to stand."""
 
     digest: DigestMode = "off"
     timeout_s: float = 60.0
@@ -29,7 +29,7 @@ class LaneOptions:
     @classmethod
     def of(cls, config: TransferConfig) -> LaneOptions:
         """As configured."""
-        return cls(digest=config.digest, timeout_s=config.timeout_s)
+        return cls(digest=config.digest, timeout_s=config.timeout_s, connect_timeout_s=config.connect_timeout_s)
 
 
 @dataclass(frozen=True, slots=True)

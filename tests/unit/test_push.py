@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from longcat_pd.config.schema import TransferConfig
 from longcat_pd.kv_transfer.frames import HEADER_INTS, block_digest, decode_header
-from longcat_pd.kv_transfer.loopback import BlockFault, Message
+from longcat_pd.kv_transfer.loopback import BlockFault, LoopbackCaller, Message
 from longcat_pd.kv_transfer.push import _PushLane
 from longcat_pd.kv_transfer.sides import LaneCounts, LaneOptions
+from longcat_pd.kv_transfer.transport import LaneEnd
 from tests.unit.transfer_rig import BLOCK, Handover, Rig
 
 
@@ -469,3 +471,21 @@ def test_the_sample_carries_digests_for_some(rigs: list[Rig]) -> None:
     handover.compute(chunk_blocks=4)
     assert rig.arrived.wait(1)[0].ok
     assert handover.mismatches() == []
+
+
+def test_a_lane_has_the_configured_time_to_stand(rigs: list[Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    connect = LoopbackCaller.open
+
+    def open_lane(self: LoopbackCaller, target: LaneEnd, address: tuple[str, int], timeout_s: float) -> Any:
+        asked.append(timeout_s)
+        return connect(self, target, address, timeout_s)
+
+    monkeypatch.setattr(LoopbackCaller, "open", open_lane)
+    rig = Rig(options=LaneOptions.of(TransferConfig(timeout_s=300.0, connect_timeout_s=120.0)))
+    rigs.append(rig)
+    handover = Handover(rig, "t", 1)
+    handover.announce()
+    handover.begin()
+    handover.compute(chunk_blocks=1)
+    assert all(closed.ok for closed in rig.pushed.wait(1)) and asked == [120.0]
