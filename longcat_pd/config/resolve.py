@@ -18,6 +18,7 @@ import yaml
 from longcat_pd.config.checks import RANGES, blocks_needed, check_blocks, check_model, check_shape, num_shards, pools
 from longcat_pd.config.layout_checks import num_nodes
 from longcat_pd.config.model import ModelConfig, attentions_of
+from longcat_pd.config.node_checks import environment
 from longcat_pd.config.reader import Findings, Reader, lay_over
 from longcat_pd.config.schema import (
     ClusterConfig,
@@ -124,6 +125,7 @@ def instance_spec(cluster: ClusterConfig, name: str) -> InstanceSpec:
         nodes=instance.nodes,
         device_memory_gib=cluster.device_memory_gib,
         cores_per_device=cluster.hosts.cores_per_device,
+        env=environment(cluster, pool, instance),
         peers=tuple(_peer(other, inst) for other, _, inst in known.values() if other != role),
         cluster_key_file=cluster.cluster_key_file,
     )
@@ -136,7 +138,7 @@ def _peer(role: Role, instance: InstanceConfig) -> PeerAddress:
 
 def _digest(spec: InstanceSpec) -> str:
     """Equal for equal settings, whichever instance of a pool has them; the balancer computes it from its own file."""
-    anyone = dataclasses.replace(spec, name="", host="", http_port=0, nodes=())
+    anyone = dataclasses.replace(spec, name="", host="", http_port=0, nodes=(), env={})
     text = json.dumps(dataclasses.asdict(anyone), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

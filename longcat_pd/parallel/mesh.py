@@ -6,17 +6,14 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from longcat_pd.config.schema import HcclOptions, ParallelConfig, RankSpec
+from longcat_pd.config.schema import ParallelConfig, RankSpec
 from longcat_pd.errors import RankLost
 from longcat_pd.parallel.collectives import AxisGroup
+from longcat_pd.parallel.communicators import APART, SILENT, Communicator, communicator
 from longcat_pd.parallel.layout import AxisName, CacheShard, ParallelLayout
 from longcat_pd.parallel.line import Line
 from longcat_pd.parallel.platform import Platform, platform_of
 from longcat_pd.parallel.traffic import Traffic
-
-_SILENT: frozenset[AxisName] = frozenset({"dp"})  # groups compute beside each other; what joins them has other axes
-_APART: dict[AxisName, AxisName] = {"fused": "ep"}  # communicators of operators, and whose ranks they join
-_EXPERTS: frozenset[AxisName] = frozenset({"ep", "moe_tp", "node", "local"})
 
 
 class Mesh:
@@ -37,7 +34,7 @@ class Mesh:
         self._axes = {
             axis.name: self._axis(axis.name, axis.size)
             for axis in layout.axes
-            if axis.name not in _SILENT and axis.name not in _APART
+            if axis.name not in SILENT and axis.name not in APART
         }
 
     @classmethod
@@ -70,7 +67,7 @@ class Mesh:
         for axis in self.layout.axes:  # in the same order everywhere
             self.axis(axis.name).warm_up()
         self.axis("pp").warm_up_chain()
-        for name, owner in _APART.items():
+        for name, owner in APART.items():
             if name in self._groups:
                 place = self.layout.coordinate(self.rank, name)
                 self.axis(owner).communicator = self.platform.runtime.communicator(self._groups[name], place)
@@ -102,29 +99,22 @@ class Mesh:
 
 
 def _make_groups(spec: RankSpec, layout: ParallelLayout, platform: Platform) -> dict[AxisName, dist.ProcessGroup]:
-    """This rank's group of each axis. Axes of the same ranks and the same options share one.
-
-    But not with experts that run beside the rest: collectives of one communicator must not be under way on two streams.
-    """
+    """This rank's group of each axis; which axes share one, ``communicators.py`` says."""
     # the driver judges a slow step first (step_timeout_s); a collective gives up only after the driver has
     judged_s = spec.instance.engine.step_timeout_s + spec.instance.engine.rank_lost_s
     timeout = timedelta(seconds=max(judged_s, platform.collective_limit_s))
     groups: dict[AxisName, dist.ProcessGroup] = {}
-    made: dict[tuple[object, ...], dist.ProcessGroup] = {}
+    made: dict[Communicator, dist.ProcessGroup] = {}
     npu = spec.instance.npu
-    told: dict[str, HcclOptions] = vars(npu.hccl)
-    beside = _EXPERTS if npu.is_moe_overlapped else frozenset()
     for axis in layout.axes:  # all ranks make all groups, in the same order
-        if axis.size == 1 or axis.name in _SILENT:
+        if axis.size == 1 or axis.name in SILENT:
             continue
-        options = told[axis.name]
-        owner = axis.name if axis.name in _APART else "experts" if axis.name in beside else ""
         for ranks in layout.groups(axis.name):
-            key = (ranks, options, owner)
-            if key not in made:
-                asked = platform.runtime.group_options(options)
-                made[key] = dist.new_group(list(ranks), timeout=timeout, pg_options=asked)
-        groups[axis.name] = made[layout.group_of(spec.rank, axis.name), options, owner]
+            wanted = communicator(axis.name, ranks, npu)
+            if wanted not in made:
+                asked = platform.runtime.group_options(wanted.options)
+                made[wanted] = dist.new_group(list(ranks), timeout=timeout, pg_options=asked)
+        groups[axis.name] = made[communicator(axis.name, layout.group_of(spec.rank, axis.name), npu)]
     return groups
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from longcat_pd.config.schema import ClusterConfig
+from longcat_pd.config.schema import ClusterConfig, InstanceSpec
 
 _PACKAGE = "half of a 910C package in the published description of CloudMatrix384 (2025)"
 _EXAMPLE = "assumed: 64 GiB less what driver, runtime and alignment keep, as `npu-smi` shows on cards in use"
@@ -88,13 +88,13 @@ CARDS: Mapping[str, Card] = MappingProxyType(
 )
 
 
-def card_of(config: ClusterConfig) -> Card | None:
-    """The card that ranks of this cluster run on; None where a rank has no memory of its own (cpu) or it is not known."""
+def card_of(config: ClusterConfig | InstanceSpec) -> Card | None:
+    """The card that ranks run on; None where they share the memory of their machine."""
     return CARDS[config.npu.soc] if config.device == "npu" else None
 
 
-def usable_bytes(config: ClusterConfig) -> int | None:
-    """Bytes that ranks may take of a card: ``device_memory_gib``, or the table's. None where ranks share the machine."""
+def usable_bytes(config: ClusterConfig | InstanceSpec) -> int | None:
+    """Bytes that a rank may take of its card: ``device_memory_gib``, or the table's. None where it has no card."""
     card = card_of(config)
     if card is None:
         return None

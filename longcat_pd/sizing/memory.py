@@ -1,30 +1,26 @@
 """Bytes of each rank, part by part, from the configuration and config.json alone: for the plan and for refusing a start.
 
 Counts what a rank holds, not what the operating system shows: weights (``weights.py``) and cache exactly, under the names
-of ``models/footprint.py``; workspace as an upper estimate of the largest step. Knows no device and no tensors; what is
-available is the caller's to say.
+of ``models/footprint.py``; workspace as an upper estimate of the largest step; and what a card holds besides
+(``card_memory.py``). Knows no tensors; what is available is the caller's to say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from longcat_pd.config.checks import chunk_rows
 from longcat_pd.config.model import ModelConfig, attentions_of
 from longcat_pd.config.schema import InstanceSpec, ParallelConfig
+from longcat_pd.sizing.card_memory import HOST_BYTES, CardNeeds
+from longcat_pd.sizing.steps import LargestStep, logits_bytes, said_bytes
 from longcat_pd.sizing.weights import DTYPE_BYTES, FP32, Weights
 
 GIB, MIB = 1 << 30, 1 << 20
 FP64 = 8
 PROCESS_BYTES = 48 << 20  # what a rank process has of its own before it loads anything
-DRAW_ELEMENTS = 1 << 22  # logits that are drawn from at once (kernels/reference/sampling.py), at least one row
-DRAW_BYTES = 88  # for each of them, in fp64, edited, sorted and summed up
-SLOT_BYTES = (
-    5  # for each slot and id of the vocabulary: how often it was generated, and what it is (engine/sampling_state.py)
-)
-BIAS_BYTES = 12 * 1024  # for each slot: ids that a request favours or disfavours
 COMPILER_BYTES = 512 << 20  # torch's compiler at its height; half of it stays
+CARDS = ("npu",)  # devices with memory of their own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,22 +29,34 @@ class RankMemory:
 
     ``parts``: weights (of the layers, the word embedding and the head), n-gram tables (with their projections), cache
     (latents and their rope parts), index keys, drafts (all of the draft layer: weights, embedding, cache, index keys),
-    workspace, process.
+    workspace, process; on a card also graphs and buffers of communicators. Where ranks have cards, ``parts`` is what these
+    hold, and ``host_parts`` what the rank holds of its node's memory.
     """
 
     rank: int
     parts: Mapping[str, int]
+    host_parts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
         """All parts together."""
         return sum(self.parts.values())
 
+    @property
+    def machine_bytes(self) -> int:
+        """What it takes of its node's memory."""
+        return sum((self.host_parts or self.parts).values())
 
-def instance_memory(spec: InstanceSpec, model: ModelConfig) -> tuple[RankMemory, ...]:
-    """The need of every rank of one instance, in the order of ranks. ``spec`` is resolved."""
+
+def instance_memory(spec: InstanceSpec, model: ModelConfig, *, num_lanes: int = 0) -> tuple[RankMemory, ...]:
+    """The need of every rank of one instance, in the order of ranks. ``spec`` is resolved.
+
+    ``num_lanes``: ranks of the other pool that each rank may exchange cache with; a card has buffers for each.
+    """
     stages = _first_layers(spec.parallel)
-    return tuple(_rank_memory(rank, spec, model=model, stages=stages) for rank in range(spec.parallel.world_size))
+    card = CardNeeds(spec, model, num_lanes=num_lanes) if spec.device in CARDS else None
+    ranks = range(spec.parallel.world_size)
+    return tuple(_rank_memory(rank, spec, model=model, stages=stages, card=card) for rank in ranks)
 
 
 def sum_of_parts(ranks: tuple[RankMemory, ...]) -> dict[str, int]:
@@ -79,7 +87,9 @@ def _first_layers(parallel: ParallelConfig) -> list[range]:
     return [range(end - size, end) for end, size in zip(ends, parallel.layers_per_stage, strict=True)]
 
 
-def _rank_memory(rank: int, spec: InstanceSpec, *, model: ModelConfig, stages: list[range]) -> RankMemory:
+def _rank_memory(
+    rank: int, spec: InstanceSpec, *, model: ModelConfig, stages: list[range], card: CardNeeds | None
+) -> RankMemory:
     parallel, stage = spec.parallel, stage_of(rank, spec.parallel)
     weights = Weights(model=model, parallel=parallel, width=DTYPE_BYTES[spec.model.dtype])
     is_first, is_last = stage == 0, stage == parallel.pp_size - 1
@@ -87,18 +97,29 @@ def _rank_memory(rank: int, spec: InstanceSpec, *, model: ModelConfig, stages: l
     latents, index_keys = _cached_bytes(stages[stage], spec, model=model)
     draft_cache = sum(_cached_bytes(range(model.num_layers, model.num_layers + 1), spec, model=model))
     ends = (weights.word() if is_first else 0) + (weights.head() if is_last else 0)
-    return RankMemory(
-        rank=rank,
-        parts={
-            "weights": weights.layers(stages[stage]) + ends,
-            "n-gram tables": weights.tables(rank) if is_first else 0,
-            "cache": latents,
-            "index keys": index_keys,
-            "drafts": weights.draft() + draft_cache if has_draft else 0,
-            "workspace": _workspace(spec, model),
-            "process": PROCESS_BYTES + COMPILER_BYTES * (spec.engine.exe_mode == "inductor"),
-        },
-    )
+    on_host = weights.table_rows(rank) if is_first and card is not None and parallel.ngram_tables == "host" else 0
+    parts = {
+        "weights": weights.layers(stages[stage]) + ends,
+        "n-gram tables": (weights.tables(rank) if is_first else 0) - on_host,
+        "cache": latents,
+        "index keys": index_keys,
+        "drafts": weights.draft() + draft_cache if has_draft else 0,
+    }
+    if card is not None:
+        host = {"n-gram tables": on_host, "process": HOST_BYTES}
+        return RankMemory(rank=rank, parts={**parts, **card.parts(rank)}, host_parts=host)
+    process = PROCESS_BYTES + COMPILER_BYTES * (spec.engine.exe_mode == "inductor")
+    return RankMemory(rank=rank, parts=parts | {"workspace": _workspace(spec, model), "process": process})
+
+
+def block_bytes(rank: int, spec: InstanceSpec, model: ModelConfig) -> int:
+    """What one more block of the cache takes of a rank."""
+    parallel = spec.parallel
+    stage = stage_of(rank, parallel)
+    last = model.num_layers + (stage == parallel.pp_size - 1 and spec.engine.num_draft_tokens > 0)
+    own = _first_layers(parallel)[stage]
+    layers = range(own.start, last if own.stop == model.num_layers else own.stop)
+    return sum(_cached_bytes(layers, spec, model=model)) // spec.engine.num_blocks
 
 
 def _cached_bytes(layers: range, spec: InstanceSpec, *, model: ModelConfig) -> tuple[int, int]:
@@ -114,9 +135,8 @@ def _workspace(spec: InstanceSpec, model: ModelConfig) -> int:
     """Upper estimate of the largest step: activations of its rows and of those that other ranks hand in, keys gathered for
     one attention, logits; and what each slot has said so far, to draw by."""
     engine, parallel, width = spec.engine, spec.parallel, DTYPE_BYTES[spec.model.dtype]
-    window_rows = engine.max_num_seqs // parallel.dp_size * (1 + engine.num_draft_tokens)
-    rows = window_rows if spec.role == "decode" else chunk_rows(engine, parallel)
-    rows = max(rows, window_rows) if spec.role == "standalone" else rows
+    step = LargestStep.of(spec)
+    rows = step.rows
     latent = model.kv_lora_rank + model.qk_rope_head_dim
     heads = model.num_attention_heads // (1 if parallel.kvp_size > 1 else parallel.attn_tp_size)
     query = heads * (2 * latent + model.kv_lora_rank)
@@ -127,10 +147,9 @@ def _workspace(spec: InstanceSpec, model: ModelConfig) -> int:
     index_scores = rows * engine.max_model_len * 4 if model.indexer else 0
     key_width = model.indexer.index_head_dim if model.indexer else 0
     keys = engine.max_model_len * (latent + key_width) * width if parallel.cp_size > 1 else 0
-    sampled = window_rows if spec.role != "prefill" else engine.max_num_seqs
     met = _rows_that_meet(rows, spec, model=model, width=width)
-    said = (engine.max_num_seqs // parallel.dp_size + 1) * (SLOT_BYTES * model.vocab_size + BIAS_BYTES)
-    return activations + scores + index_scores + keys + met + said + _logits(sampled, parallel, model=model)
+    said = said_bytes(spec, model) + logits_bytes(step.sampled, parallel, model=model)
+    return activations + scores + index_scores + keys + met + said
 
 
 def _rows_that_meet(rows: int, spec: InstanceSpec, *, model: ModelConfig, width: int) -> int:
@@ -149,11 +168,3 @@ def _rows_that_meet(rows: int, spec: InstanceSpec, *, model: ModelConfig, width:
     sums = FP32 if model.quantization is None else FP64
     results = 2 * chosen + 2 * handed_in  # as they are and weighted; their sums here and on the way
     return (gathered + chosen * inner) * width + results * hidden * sums
-
-
-def _logits(sampled: int, parallel: ParallelConfig, *, model: ModelConfig) -> int:
-    """Of own vocabulary for the rows of all ranks of the head, whole ones for own rows, and what draws make of these."""
-    handed_in = max(sampled, -(-sampled // parallel.attn_tp_size) * parallel.lmhead_tp_size)
-    local = handed_in * (model.vocab_size // parallel.lmhead_tp_size)
-    whole = sampled * model.vocab_size
-    return (local + whole) * 4 + min(whole, DRAW_ELEMENTS) * DRAW_BYTES

@@ -18,6 +18,8 @@ from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.resolve import compile_cache
 from longcat_pd.config.schema import InstanceSpec, ParallelConfig
 from longcat_pd.errors import ConfigError
+from longcat_pd.sizing.capacity import card_findings
+from longcat_pd.sizing.cards import usable_bytes
 from longcat_pd.sizing.memory import GIB, RankMemory, instance_memory, show_parts, show_total, stage_of, sum_of_parts
 
 LISTEN = "0A"  # state column of /proc/net/tcp
@@ -97,7 +99,11 @@ def _split_parts(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def memory_findings(spec: InstanceSpec, ranks: tuple[RankMemory, ...], *, available_bytes: int) -> Iterator[str]:
-    """Refusal when the ranks of one instance together need more than there is, with the parts."""
+    """Refusal when the ranks of one instance together need more than there is, or one of them more than its card has."""
+    usable = usable_bytes(spec)
+    if usable is not None:
+        yield from card_findings(spec, ranks, usable_bytes=usable)
+        return
     parts = sum_of_parts(ranks)
     need = sum(parts.values())
     if need > available_bytes:
@@ -110,7 +116,7 @@ def total_memory_findings(specs: Sequence[InstanceSpec], *, available_bytes: int
     needs = {spec.name: 0 for spec in specs}
     for spec in specs:
         ranks = instance_memory(spec, ModelConfig.load(spec.model.path))
-        needs[spec.name] = sum(rank.total_bytes for rank in ranks)
+        needs[spec.name] = sum(rank.machine_bytes for rank in ranks)
     if sum(needs.values()) > available_bytes:
         shares = ", ".join(f"{name} {need / GIB:.1f}" for name, need in needs.items())
         yield f"all instances need {sum(needs.values()) / GIB:.1f} GiB, {available_bytes / GIB:.1f} available: {shares}"

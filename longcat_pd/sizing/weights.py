@@ -39,14 +39,22 @@ class Weights:
         return (rows + 1) * self.model.hidden_size * self.width
 
     def tables(self, rank: int) -> int:
-        """N-gram tables and their projections, whole. The rows of all tables are cut into runs; the last may be shorter."""
+        """N-gram tables and their projections, whole."""
+        return self.table_rows(rank) + self.projections()
+
+    def table_rows(self, rank: int) -> int:
+        """This rank's rows of the n-gram tables. The rows of all tables are cut into runs; the last may be shorter."""
         tables, size = self.model.over_embedding, self.parallel.ngram_embed_tp_size or self.parallel.embed_tp_size
         if tables is None:
             return 0
         num_rows = sum(tables.table_sizes)
         run = -(-num_rows // size)
-        own_rows = min(max(num_rows - rank % size * run, 0), run)
-        return (own_rows + tables.num_tables * self.model.hidden_size) * self.model.oe_width * self.width
+        return min(max(num_rows - rank % size * run, 0), run) * self.model.oe_width * self.width
+
+    def projections(self) -> int:
+        """From the width of a table to that of the model, of all tables, whole."""
+        tables = self.model.over_embedding
+        return 0 if tables is None else tables.num_tables * self.model.hidden_size * self.model.oe_width * self.width
 
     def draft(self) -> int:
         """The draft layer, with its own embedding; the head is the target's."""

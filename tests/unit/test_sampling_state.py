@@ -15,7 +15,7 @@ from longcat_pd.engine.sampling_state import SamplingState
 from longcat_pd.engine.slots import SlotState
 from longcat_pd.kernels.drawing_ops import ENDS, IN_PROMPT
 from longcat_pd.kv_cache.block_pool import GroupPool
-from longcat_pd.sizing.memory import BIAS_BYTES, SLOT_BYTES
+from longcat_pd.sizing.steps import BIAS_BYTES, SLOT_BYTES
 from tests.slots import GREEDY, admit
 
 VOCAB, PADDING = 12, 3
