@@ -23,6 +23,7 @@ class Command(NamedTuple):
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "infer": Command("longcat_pd.standalone.infer", "main", "answer a file of request bodies, one JSON object a line"),
+        "plan": Command("longcat_pd.plan.command", "main", "what a cluster YAML asks of cards, machines and links"),
         "serve": Command("longcat_pd.standalone.serve", "main", "serve one engine over HTTP, without a balancer"),
     }
 )

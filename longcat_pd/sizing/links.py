@@ -6,14 +6,14 @@ Knows which ranks share a machine, and from ``exchanges.py`` what they exchange;
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from longcat_pd.config.checks import chunk_rows
 from longcat_pd.config.model import ModelConfig, attentions_of
 from longcat_pd.config.schema import InstanceSpec
-from longcat_pd.parallel.layout import ParallelLayout
-from longcat_pd.sizing.exchanges import INT64, Chunk, Exchange, RowCount, StepExchanges
+from longcat_pd.parallel.layout import AxisName, ParallelLayout
+from longcat_pd.sizing.exchanges import INT64, Chunk, Exchange, Part, RowCount, StepExchanges
 from longcat_pd.sizing.weights import DTYPE_BYTES
 
 NATIVE_DEVICES = ("npu",)  # whose collectives are the backend's; see parallel/platform.py
@@ -34,32 +34,53 @@ class LinkBytes:
     by_part: Mapping[str, int]
 
 
-def sent(exchanges: Iterable[Exchange], spec: InstanceSpec, rank: int) -> dict[int, dict[str, int]]:
-    """Bytes that ``rank`` sends in these exchanges, by receiving rank of the instance and part of the model."""
-    layout, is_native = ParallelLayout.of(spec.parallel), spec.device in NATIVE_DEVICES
-    found: dict[int, Counter[str]] = {}
-    for item in exchanges:
-        group, place = layout.group_of(rank, item.axis), layout.coordinate(rank, item.axis)
-        others = group[place + 1 : place + 2] if item.kind == "send" else [other for other in group if other != rank]
-        each = item.bytes_each(len(group), is_native=is_native)
-        for other in others:
-            found.setdefault(other, Counter())[item.part] += each
-    return {other: dict(parts) for other, parts in found.items()}
-
-
 def link_bytes(
-    exchanges: Iterable[Exchange], spec: InstanceSpec, rank: int, *, from_host: int = 0, to_host: int = 0
+    exchanges: Iterable[Exchange], spec: InstanceSpec, rank: int, *, to_host: int = 0, from_host: int = 0
 ) -> LinkBytes:
-    """The same by kind of link."""
+    """What ``rank`` sends in these exchanges. ``to_host``, ``from_host``: see ``looked_up``."""
+    layout, per_node = ParallelLayout.of(spec.parallel), spec.ranks_per_node
     inside = between = 0
     parts: Counter[str] = Counter()
-    node = rank // spec.ranks_per_node
-    for other, by_part in sent(exchanges, spec, rank).items():
-        num_bytes = sum(by_part.values())
-        inside += num_bytes if other // spec.ranks_per_node == node else 0
-        between += num_bytes if other // spec.ranks_per_node != node else 0
-        parts.update(by_part)
-    return LinkBytes(inside=inside, between=between, to_host=to_host, from_host=from_host, by_part=dict(parts))
+    for (axis, part, is_message), each in _by_axis(exchanges, spec).items():
+        others = _receivers(layout, rank, axis, is_message=is_message)
+        near = sum(other // per_node == rank // per_node for other in others)
+        inside += near * each
+        between += (len(others) - near) * each
+        parts[part] += len(others) * each
+    by_part = {part: count for part, count in parts.items() if count}
+    return LinkBytes(inside=inside, between=between, to_host=to_host, from_host=from_host, by_part=by_part)
+
+
+def between_nodes(exchanges: Sequence[Exchange], spec: InstanceSpec, ranks: Iterable[int]) -> dict[tuple[int, int], int]:
+    """What these ranks send from node to node in these exchanges; nodes by their place, of two different ones."""
+    layout, per_node = ParallelLayout.of(spec.parallel), spec.ranks_per_node
+    found: Counter[tuple[int, int]] = Counter()
+    totals: Counter[tuple[AxisName, bool]] = Counter()
+    for (axis, _, is_message), each in _by_axis(exchanges, spec).items():
+        totals[axis, is_message] += each
+    for rank in ranks:
+        for (axis, is_message), each in totals.items():
+            for other in _receivers(layout, rank, axis, is_message=is_message):
+                if other // per_node != rank // per_node:
+                    found[rank // per_node, other // per_node] += each
+    return dict(found)
+
+
+def _by_axis(exchanges: Iterable[Exchange], spec: InstanceSpec) -> dict[tuple[AxisName, Part, bool], int]:
+    """Bytes to each receiver by axis, part of the model, and whether they are messages to the next rank."""
+    layout, is_native = ParallelLayout.of(spec.parallel), spec.device in NATIVE_DEVICES
+    found: Counter[tuple[AxisName, Part, bool]] = Counter()
+    for item in exchanges:
+        each = item.bytes_each(layout.axis(item.axis).size, is_native=is_native)
+        found[item.axis, item.part, item.kind == "send"] += each
+    return dict(found)
+
+
+def _receivers(layout: ParallelLayout, rank: int, axis: AxisName, *, is_message: bool) -> list[int]:
+    group, place = layout.group_of(rank, axis), layout.coordinate(rank, axis)
+    if is_message:
+        return list(group[place + 1 : place + 2])
+    return [other for other in group if other != rank]
 
 
 def full_step(spec: InstanceSpec, model: ModelConfig, *, context: int) -> tuple[Exchange, ...]:

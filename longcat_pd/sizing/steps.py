@@ -21,7 +21,7 @@ BIAS_BYTES = 12 * 1024  # for each slot: ids that a request favours or disfavour
 
 @dataclass(frozen=True, slots=True)
 class LargestStep:
-    """``rows`` of a group (in context parallel: of a rank), the ``share`` that a rank hands in, rows whose token is drawn."""
+    """``rows`` of a group (in context parallel: of a rank), the ``share`` a rank hands in, rows whose token is drawn."""
 
     rows: int
     share: int

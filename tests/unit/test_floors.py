@@ -24,7 +24,7 @@ FLOORS = [
     {"engine", "sizing"},
     {"server"},
     {"load_balancer", "prefill_worker", "decode_worker", "standalone"},
-    {"cli", "cluster", "tiny", "quantize", "bench", "replay", "fault", "render", "top"},
+    {"cli", "cluster", "tiny", "quantize", "bench", "plan", "replay", "fault", "render", "top"},
 ]
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS, 1) for name in names}
 GROUND_MODULES = {"errors", "log", "metrics", "wire", "clock", "faults"}
