@@ -80,7 +80,7 @@ def drawing(plan: Survey) -> str:
 
 def colour_of(number: int, count: int) -> str:
     """Of a stage or a group; readable on light and dark."""
-    return f"hsl({round(number * 360 / max(count, 1))} 55% 50%)"
+    return f"hsl({round(number * 360 / max(count, 1))} 60% 42%)"
 
 
 def division(instance: InstancePlan) -> tuple[str, int]:
@@ -124,8 +124,8 @@ def _instance(instance: InstancePlan, plan: Survey, *, boxes: Sequence[_Box], y:
             yield _text(box.x + box.width - _PAD, box.y + 14, f"host memory {gib(held)} GiB", kind="end")
         for rank in own:
             yield from _card(instance, rank, box=box, place=rank - own.start, full=full)
-        inside = sum(instance.links[rank].inside for rank in own)
-        between = sum(instance.links[rank].between for rank in own)
+        inside = sum(instance.travel.links[rank].inside for rank in own)
+        between = sum(instance.travel.links[rank].between for rank in own)
         foot = f"{what}: {size(inside)} inside, {size(between)} out"
         yield _text(box.x + _PAD, box.bottom - 7, foot, kind="foot")
     yield from _between(instance, boxes, what)
@@ -165,7 +165,7 @@ def _told(memory: RankMemory, where: Place) -> str:
 
 def _between(instance: InstancePlan, boxes: Sequence[_Box], what: str) -> Iterator[str]:
     """Messages as arrows; where every machine sends to every other, one line under all of them."""
-    pairs = instance.pairs
+    pairs = instance.travel.pairs
     if not pairs:
         return
     count = len(boxes)

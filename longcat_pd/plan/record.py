@@ -64,7 +64,7 @@ def _instance(instance: InstancePlan) -> dict[str, Any]:
         },
         "between_nodes": [
             {"from": spec.nodes[source], "to": spec.nodes[target], "bytes": count}
-            for (source, target), count in sorted(instance.pairs.items())
+            for (source, target), count in sorted(instance.travel.pairs.items())
         ],
         "ranks": [_rank(instance, place) for place in range(len(instance.ranks))],
     }
@@ -89,8 +89,8 @@ def _rank(instance: InstancePlan, number: int) -> dict[str, Any]:
         "device_bytes": memory.total_bytes,
         "parts": dict(memory.parts),
         "host_parts": dict(memory.host_parts),
-        "links": _links(instance.links[number]),
-        "first_links": _links(instance.first_links[number]),
+        "links": _links(instance.travel.links[number]),
+        "first_links": _links(instance.travel.first_links[number]),
     }
 
 

@@ -92,10 +92,10 @@ def _links(instance: InstancePlan) -> Iterator[str]:
     spec = instance.spec
     what = "decode step, all slots" if spec.role != "prefill" else f"last chunk of {spec.engine.max_model_len} tokens"
     yield f"  a rank sends in a full step ({what}), most of all ranks:"
-    yield f"    {_of_links(instance.links)}"
+    yield f"    {_of_links(instance.travel.links)}"
     if spec.role == "prefill":
         yield "  and in the first chunk of a prompt:"
-        yield f"    {_of_links(instance.first_links)}"
+        yield f"    {_of_links(instance.travel.first_links)}"
 
 
 def _of_links(links: Sequence[LinkBytes]) -> str:
@@ -119,7 +119,7 @@ def _communicators(instance: InstancePlan) -> Iterator[str]:
 
 
 def _every_rank(instance: InstancePlan) -> Iterator[str]:
-    for memory, place, links in zip(instance.ranks, instance.places, instance.links, strict=True):
+    for memory, place, links in zip(instance.ranks, instance.places, instance.travel.links, strict=True):
         at = " ".join(f"{name} {value}" for name, value in place.coordinates.items())
         sends = f"sends {size(links.inside)} inside, {size(links.between)} out"
         where = f"{place.instance} {place.rank}: {place.node} card {place.device}"

@@ -88,9 +88,12 @@ CARDS: Mapping[str, Card] = MappingProxyType(
 )
 
 
+_CARDS_OF: Mapping[str, Mapping[str, Card]] = MappingProxyType({"npu": CARDS})  # kinds of device: others have no table
+
+
 def card_of(config: ClusterConfig | InstanceSpec) -> Card | None:
     """The card that ranks run on; None where they share the memory of their machine."""
-    return CARDS[config.npu.soc] if config.device == "npu" else None
+    return _CARDS_OF.get(config.device, {}).get(config.npu.soc)
 
 
 def usable_bytes(config: ClusterConfig | InstanceSpec) -> int | None:

@@ -59,6 +59,14 @@ def instance_memory(spec: InstanceSpec, model: ModelConfig, *, num_lanes: int = 
     return tuple(_rank_memory(rank, spec, model=model, stages=stages, card=card) for rank in ranks)
 
 
+def copy_bytes(spec: InstanceSpec, model: ModelConfig) -> int:
+    """All that is read of a checkpoint, once."""
+    whole = ParallelConfig(layers_per_stage=(model.num_layers,), ngram_embed_tp_size=1)
+    weights = Weights(model=model, parallel=whole, width=DTYPE_BYTES[spec.model.dtype])
+    drafts = weights.draft() if spec.engine.num_draft_tokens else 0
+    return weights.layers(range(model.num_layers)) + weights.word() + weights.head() + weights.tables(0) + drafts
+
+
 def sum_of_parts(ranks: tuple[RankMemory, ...]) -> dict[str, int]:
     """Each part over all ranks, in the order of the parts."""
     return {name: sum(rank.parts[name] for rank in ranks) for name in ranks[0].parts}

@@ -71,6 +71,7 @@ TORCH_FREE = (
     "config/",
     "load_balancer/",
     "cluster/",
+    "plan/",
 )
 
 # Pattern -> the files that may hold it.
@@ -203,7 +204,15 @@ def test_what_does_not_occur_here(pattern: str) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("module", ["longcat_pd.load_balancer.app", "longcat_pd.cluster.__main__", "longcat_pd.cli"])
+MODULES_WITHOUT_TORCH = [
+    "longcat_pd.load_balancer.app",
+    "longcat_pd.cluster.__main__",
+    "longcat_pd.cli",
+    "longcat_pd.plan.command",
+]
+
+
+@pytest.mark.parametrize("module", MODULES_WITHOUT_TORCH)
 def test_a_fresh_interpreter_stays_without_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit(', '.join(m for m in ('torch', 'transformers') if m in sys.modules) or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
