@@ -295,6 +295,9 @@ def test_an_instance_knows_its_peers_and_a_digest_of_what_concerns_it(cluster: P
     assert instance_spec(other_face, "d1").config_digest == d1.config_digest
     assert instance_spec(other_engine, "d1").config_digest != d1.config_digest
     assert instance_spec(other_engine, "p0").config_digest == p0.config_digest
+    other_env = load(cluster, ["decode.instances.1.env={A: '1'}"])
+    assert instance_spec(other_env, "d1").env == {**d1.env, "A": "1"}
+    assert instance_spec(other_env, "d1").config_digest == d1.config_digest
     with pytest.raises(ConfigError, match="known: p0, d0, d1"):
         instance_spec(config, "d2")
 
