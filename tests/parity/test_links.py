@@ -117,10 +117,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("variant", "layout", "num_drafts", "length", "num_logprobs"),
     [
-        ("2.0", "groups", 0, LONG, None),
+        pytest.param("2.0", "groups", 0, LONG, None, marks=pytest.mark.slow),
         ("2.0", "groups", 3, LONG, 0),
         ("2.0", "one group", 2, 9, None),
-        ("chat", "lite", 0, 11, None),
+        pytest.param("chat", "lite", 0, 11, None, marks=pytest.mark.slow),
     ],
 )
 def test_a_decode_step(
@@ -149,6 +149,7 @@ def check_decode(
     assert [found for found, _ in counted] == [predicted(prompt, spec, is_native=is_native)] * parallel.world_size
 
 
+@pytest.mark.slow
 def test_collectives_of_the_backend_are_counted_by_their_definition(tiny: MakeCheckpoint) -> None:
     check_decode(tiny("2.0"), ParallelConfig(**LAYOUTS["groups"]), 1, LONG, None, "native")
 
@@ -158,7 +159,7 @@ def test_int8_gathers_inputs_and_adds_up_in_fp64(tiny: MakeCheckpoint, tmp_path:
     check_decode(tmp_path / "int8", ParallelConfig(**LAYOUTS["groups"]), 1, LONG, None)
 
 
-@pytest.mark.parametrize("dispatch", ["all_to_all", "two_level"])
+@pytest.mark.parametrize("dispatch", ["all_to_all", pytest.param("two_level", marks=pytest.mark.slow)])
 def test_what_experts_decide_is_marked_and_all_else_is_exact(tiny: MakeCheckpoint, dispatch: Any) -> None:
     path, length = tiny("chat"), 9
     nodes = 2 if dispatch == "two_level" else 1
@@ -192,7 +193,7 @@ def prompted(spec: RankSpec, mesh: Mesh, ends: list[int]) -> list[Bytes]:
     return found
 
 
-@pytest.mark.parametrize(("variant", "num_drafts"), [("2.0", 2), ("lite", 0)])
+@pytest.mark.parametrize(("variant", "num_drafts"), [("2.0", 2), pytest.param("lite", 0, marks=pytest.mark.slow)])
 def test_chunks_of_a_prompt(tiny: MakeCheckpoint, variant: str, num_drafts: int) -> None:
     parallel = ParallelConfig(
         pp_size=2, cp_size=2, ep_size=2, embed_tp_size=2, lmhead_tp_size=2, dense_tp_size=2, ngram_embed_tp_size=2
