@@ -30,15 +30,13 @@ class CardNeeds:
         self._model = model
         self._layout = ParallelLayout.of(spec.parallel)
         self._num_lanes = num_lanes
-        self._step = LargestStep.of(spec)
 
     def parts(self, rank: int) -> Mapping[str, int]:
         """graphs, buffers, workspace, process; in bytes."""
-        workspace = self.workspace()
         return {
-            "graphs": self.graphs(workspace),
+            "graphs": self.graphs(),
             "buffers": self.buffers(rank),
-            "workspace": workspace,
+            "workspace": self.workspace(LargestStep.of(self._spec)),
             "process": RUNTIME_BYTES,
         }
 
@@ -57,32 +55,35 @@ class CardNeeds:
         num_pairs = int(stage > 0) + int(stage < pp - 1) + self._num_lanes
         return others + sum(named.values()) + num_pairs * 2 * self._told("P2P_HCCL_BUFFSIZE", PAIR_BUFFER_MB) * MIB
 
-    def graphs(self, workspace: int) -> int:
-        """Each graph keeps what it computes in for itself; those of single drafts compute one layer of few rows."""
+    def graphs(self) -> int:
+        """Each graph of a step keeps what it computes in for itself; those of drafts compute one layer of few rows.
+
+        Prompts are never compiled.
+        """
         engine = self._spec.engine
         if engine.exe_mode == "eager":
             return 0
         pool = PoolConfig(parallel=self._spec.parallel, engine=engine)
         of_drafts = len(engine.buckets) * engine.num_draft_tokens if engine.exe_mode == "ge_graph" else 0
-        return (pool.num_graphs - of_drafts) * workspace + pool.num_graphs * GRAPH_BYTES
+        each = self.workspace(LargestStep.of_decode(self._spec))
+        return (pool.num_graphs - of_drafts) * each + pool.num_graphs * GRAPH_BYTES
 
-    def workspace(self) -> int:
-        """Upper estimate of the largest step: a layer's activations, attention, and experts beside it; then logits."""
+    def workspace(self, step: LargestStep) -> int:
+        """Upper estimate of one step: a layer's activations, attention, and experts beside it; then logits."""
         model, parallel = self._model, self._spec.parallel
-        rows = self._step.rows
         dense = 3 * model.ffn_hidden_size // parallel.dense_tp_size
-        activations = rows * (8 * model.hidden_size + dense) * 2
-        drawn = logits_bytes(self._step.sampled, parallel, model=model) + said_bytes(self._spec, model)
-        return activations + self._attention() + self._experts() + self._tables() + drawn
+        activations = step.rows * (8 * model.hidden_size + dense) * 2
+        drawn = logits_bytes(step.sampled, parallel, model=model) + said_bytes(self._spec, model)
+        return activations + self._attention(step.rows) + self._experts(step) + self._tables(step) + drawn
 
-    def _attention(self) -> int:
+    def _attention(self, rows: int) -> int:
         """Queries as they are, in parts and of all heads; results in bf16 and fp32, and once more to be merged; keys."""
-        model, parallel, rows = self._model, self._spec.parallel, self._step.rows
+        model, parallel = self._model, self._spec.parallel
         latent, rope = model.kv_lora_rank, model.qk_rope_head_dim
         heads = model.num_attention_heads // (1 if parallel.kvp_size > 1 else parallel.attn_tp_size)
         merged = 2 if parallel.kvp_size > 1 else 0
         each = 2 * (latent + rope) * 2 + latent * (2 + 4 + 4 * merged)
-        return rows * heads * each + self._keys() + self._selection()
+        return rows * heads * each + self._keys() + self._selection(rows)
 
     def _keys(self) -> int:
         """Of all ranks, for one attention: as they came, and latents apart from rope parts."""
@@ -92,9 +93,9 @@ class CardNeeds:
         index = model.indexer.index_head_dim if model.indexer is not None else 0
         return self._spec.engine.max_model_len * (2 * (model.kv_lora_rank + model.qk_rope_head_dim) + index) * 2
 
-    def _selection(self) -> int:
+    def _selection(self, rows: int) -> int:
         """Scores of the indexer's candidates, computed again, and lists of picked keys as int64, int32 and masks."""
-        indexer, rows = self._model.indexer, self._step.rows
+        indexer = self._model.indexer
         if indexer is None:
             return 0
         count = max(indexer.index_topk - indexer.index_local_tokens, 1)
@@ -103,12 +104,12 @@ class CardNeeds:
         gathered = rows * count * self._spec.parallel.kvp_size * 4 * 8
         return min(elements, _INDEX_ELEMENTS) * _INDEX_BYTES + lists + gathered
 
-    def _experts(self) -> int:
+    def _experts(self, step: LargestStep) -> int:
         """Rows of all ranks, and for every choice of each: sorted, behind the first product, results, and these in fp32.
 
         ``grouped_experts`` has room for all choices, whether or not its experts are among them.
         """
-        model, parallel, step = self._model, self._spec.parallel, self._step
+        model, parallel = self._model, self._spec.parallel
         handed_in = max(step.rows, step.share * max(parallel.ep_size, parallel.moe_tp_size))
         if parallel.moe_dispatch in ("all_to_all", "two_level") and parallel.ep_size > 1:
             chosen = 2 * step.share * model.moe_topk  # level would be half of it
@@ -121,12 +122,12 @@ class CardNeeds:
         each = sorted_rows * hidden + max(products, hidden * (2 + 4))
         return chosen * each + handed_in * hidden * (2 + 4)
 
-    def _tables(self) -> int:
+    def _tables(self, step: LargestStep) -> int:
         """N-gram vectors of the rows of all ranks, before they are added up."""
         parallel = self._spec.parallel
         if self._model.over_embedding is None or parallel.ngram_embed_tp_size == 1:
             return 0
-        return 2 * self._step.share * parallel.ngram_embed_tp_size * self._model.hidden_size * 2
+        return 2 * step.share * parallel.ngram_embed_tp_size * self._model.hidden_size * 2
 
     def _buffer_bytes(self, made: Communicator) -> int:
         size = made.options.buffer_mb

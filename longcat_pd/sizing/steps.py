@@ -30,12 +30,19 @@ class LargestStep:
     @classmethod
     def of(cls, spec: InstanceSpec) -> LargestStep:
         """A full window of every slot, or a full chunk, or the larger of both where one engine has them."""
-        engine, parallel = spec.engine, spec.parallel
-        window_rows = engine.max_num_seqs // parallel.dp_size * (1 + engine.num_draft_tokens)
-        rows = window_rows if spec.role == "decode" else chunk_rows(engine, parallel)
-        rows = max(rows, window_rows) if spec.role == "standalone" else rows
-        sampled = window_rows if spec.role != "prefill" else engine.max_num_seqs
-        return cls(rows, -(-rows // parallel.attn_tp_size), sampled)
+        window = cls.of_decode(spec)
+        if spec.role == "decode":
+            return window
+        chunk = chunk_rows(spec.engine, spec.parallel)
+        rows = max(chunk, window.rows) if spec.role == "standalone" else chunk
+        sampled = spec.engine.max_num_seqs if spec.role == "prefill" else window.sampled
+        return cls(rows, -(-rows // spec.parallel.attn_tp_size), sampled)
+
+    @classmethod
+    def of_decode(cls, spec: InstanceSpec) -> LargestStep:
+        """A full window of every slot, which is all that is ever compiled."""
+        rows = spec.engine.max_num_seqs // spec.parallel.dp_size * (1 + spec.engine.num_draft_tokens)
+        return cls(rows, -(-rows // spec.parallel.attn_tp_size), rows)
 
 
 def said_bytes(spec: InstanceSpec, model: ModelConfig) -> int:

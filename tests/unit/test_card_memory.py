@@ -135,21 +135,28 @@ def test_experts_take_what_the_documentation_says_of_gather() -> None:
     """docs/ascend.md: 24 MiB sorted, 48 behind the first product, 48 of results, 96 of these in fp32, for 3072 choices."""
     spec, model = told("d0")
     classic = replace(spec, parallel=replace(spec.parallel, moe_dispatch="all_to_all"))
-    saved = CardNeeds(spec, model).workspace() - CardNeeds(classic, model).workspace()
+    saved = workspace(spec, model) - workspace(classic, model)
     assert saved == (24 + 48 + 96) * MIB * (3072 - 48) // 3072
     small, model = told("p0", "prefill.engine.max_num_batched_tokens=4096")
     large, _ = told("p0")
-    whole, quarter = CardNeeds(large, model).workspace(), CardNeeds(small, model).workspace()
+    whole, quarter = workspace(large, model), workspace(small, model)
     experts = 12 * (HIDDEN + HIDDEN * 6) + HIDDEN * 6
     assert whole - quarter > (16384 - 4096) * experts > (whole - quarter) * 0.8
 
 
+def workspace(spec: InstanceSpec, model: ModelConfig) -> int:
+    return CardNeeds(spec, model).parts(0)["workspace"]
+
+
 def test_each_graph_keeps_what_it_computes_in() -> None:
     spec, model = told("d0")
-    needs = CardNeeds(spec, model)
-    assert needs.graphs(1000) == 3 * 1000 + 6 * (64 << 20)  # check, check_best, verify; three drafts
+    whole = 3 * workspace(spec, model) + 6 * (64 << 20)  # check, check_best, verify; three drafts
+    assert CardNeeds(spec, model).graphs() == whole
     eager = replace(spec, engine=replace(spec.engine, exe_mode="eager"))
-    assert CardNeeds(eager, model).graphs(1000) == 0
+    assert CardNeeds(eager, model).graphs() == 0
+    both = replace(spec, role="standalone")
+    assert workspace(both, model) > 5 * workspace(spec, model), "it has chunks of prompts too"
+    assert CardNeeds(both, model).graphs() == whole, "which are not compiled"
 
 
 # -- against the card

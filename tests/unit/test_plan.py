@@ -171,3 +171,20 @@ def test_a_node_whose_memory_is_too_small_for_its_tables_is_advised(run: Run) ->
     status, out, _ = run(LARGE, *overrides)
     assert status == 0
     assert "advice: 10.0.2.1 holds 2059.3 GiB" in out and "a node has 1024 GiB by sizing/cards.py (assumed" in out
+
+
+def test_a_standalone_engine_has_no_balancer_and_hands_nothing_over(run: Run, tmp_path: Path) -> None:
+    file, model = tmp_path / "one.yaml", CLUSTER.parent / "model" / "LongCat-Flash-Lite-Sparse"
+    file.write_text(f"""
+model: {{path: {model}}}
+device: npu
+devices_per_node: 8
+standalone:
+  parallel: {{dp_size: 2, attn_tp_size: 4, ep_size: 8, lmhead_tp_size: 8, ngram_embed_tp_size: 8}}
+  engine: {{num_blocks: 1100, max_model_len: 32768, max_num_seqs: 32, max_num_batched_tokens: 4096}}
+  instances: [{{name: s0, http_port: 30000, nodes: [10.0.0.1]}}]
+""")
+    status, out, err = run(file, "--html", tmp_path / "plan.html")
+    assert (status, err) == (0, [])
+    assert "8 ranks on 1 machines" in out and "balancer" not in out and "hand-over" not in out
+    assert "hand-over" not in (tmp_path / "plan.html").read_text()
