@@ -11,6 +11,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from longcat_pd.config.resolve import load
+from longcat_pd.errors import ConfigError
+from longcat_pd.plan import advise, estimate
+from longcat_pd.plan.advise import advice_lines
+from longcat_pd.plan.estimate import estimate_lines
 from longcat_pd.plan.picture import page
 from longcat_pd.plan.record import record
 from longcat_pd.plan.survey import survey
@@ -22,6 +27,8 @@ EXIT_OK, EXIT_REFUSED = 0, 2
 def main(arguments: Sequence[str]) -> int:
     """Print the plan, and what stands against it on stderr. Exit status 0, or 2 if anything does."""
     options = _parser().parse_args(arguments)
+    if options.roofline or options.advise:
+        return _times(options)
     plan = survey(options.config, options.set)
     if options.json:
         sys.stdout.write(json.dumps(record(plan), indent=1) + "\n")
@@ -39,6 +46,19 @@ def main(arguments: Sequence[str]) -> int:
     return EXIT_REFUSED if findings else EXIT_OK
 
 
+def _times(options: argparse.Namespace) -> int:
+    """Print estimates, or layouts that are estimated best. The file has to be one that would start."""
+    told = advice_lines if options.advise else estimate_lines
+    try:
+        for line in told(load(options.config, options.set), options):
+            sys.stdout.write(f"{line}\n")
+    except ConfigError as error:
+        sys.stdout.flush()
+        sys.stderr.write("".join(f"error: {line}\n" for line in error.message.splitlines()))
+        return EXIT_REFUSED
+    return EXIT_OK
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="longcat-pd plan", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", metavar="FILE", help="a cluster YAML")
@@ -46,4 +66,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
     parser.add_argument("--ranks", action="store_true", help="a line for every rank, too")
     parser.add_argument("--html", metavar="FILE", help="write a page with a picture of the cluster")
+    estimate.add_arguments(parser)
+    advise.add_arguments(parser)
     return parser

@@ -59,6 +59,14 @@ def instance_memory(spec: InstanceSpec, model: ModelConfig, *, num_lanes: int = 
     return tuple(_rank_memory(rank, spec, model=model, stages=stages, card=card) for rank in ranks)
 
 
+def stage_memory(spec: InstanceSpec, model: ModelConfig, *, num_lanes: int = 0) -> tuple[RankMemory, ...]:
+    """The first rank of every pipeline stage: no other rank of the stage needs more. Arguments as ``instance_memory``."""
+    stages, parallel = _first_layers(spec.parallel), spec.parallel
+    card = CardNeeds(spec, model, num_lanes=num_lanes) if spec.device in CARDS else None
+    ranks = range(0, parallel.world_size, parallel.stage_size)
+    return tuple(_rank_memory(rank, spec, model=model, stages=stages, card=card) for rank in ranks)
+
+
 def copy_bytes(spec: InstanceSpec, model: ModelConfig) -> int:
     """All that is read of a checkpoint, once."""
     whole = ParallelConfig(layers_per_stage=(model.num_layers,), ngram_embed_tp_size=1)
