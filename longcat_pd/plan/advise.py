@@ -53,7 +53,8 @@ def advice_lines(cluster: ClusterConfig, options: argparse.Namespace) -> Iterato
     base = dataclasses.replace(cluster, devices_per_node=positive("cards-per-node", [per_node])[0])
     own = [pool_of(base, role) for role in ("prefill", "decode")]
     sizes = [pool.parallel.world_size * len(pool.instances) for pool in own]
-    cards, card = options.cards or sum(sizes), card_for(base, options.card)
+    cards = sum(sizes) if options.cards is None else options.cards
+    card = card_for(base, options.card)
     for name, value in (("cards", cards), ("answer", options.answer), ("top", options.top)):
         positive(name, [value])
     asked = _asked(base, options)

@@ -80,6 +80,7 @@ def test_another_number_of_cards(capsys: pytest.CaptureFixture[str]) -> None:
         (["--roofline", "--context", "0"], "--context 0: must be at least 1"),
         (["--advise", "--prefill-cards", "32"], "--prefill-cards 32: must be at least 1 and less than 32"),
         (["--advise", "--context", "1"], "--context 1: must be at least 2"),
+        (["--advise", "--cards", "0"], "--cards 0: must be at least 1"),
         (["--advise", "--top", "0"], "--top 0: must be at least 1"),
         (["--advise", "--cards-per-node", "0"], "--cards-per-node 0: must be at least 1"),
     ],
