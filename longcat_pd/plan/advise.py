@@ -72,7 +72,8 @@ def advice_lines(cluster: ClusterConfig, options: argparse.Namespace) -> Iterato
     yield f"wanted: {options.target} for {shape}, on {cards} cards, {base.devices_per_node} a node"
     pairs = _pairs(search, _splits(cards, base, options), question=question)
     if not pairs:
-        yield "no layout fits: more cards, fewer sequences or a shorter context"
+        yield "no pair of layouts fits: more cards, fewer sequences or a shorter context"
+        yield from _own_lines(search, pairs, question=question, cards=cards, sizes=sizes)
         return
     for number, pair in enumerate(pairs[: options.top], 1):
         yield ""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from longcat_pd.config.checks import blocks_needed, check_blocks, num_shards
+from longcat_pd.config.checks import blocks_needed, check_blocks, num_shards, pools
 from longcat_pd.config.layout_checks import check_layout, check_layout_fits, num_nodes
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.npu_checks import check_device, check_device_fits
@@ -67,12 +67,12 @@ def completed(role: Role, parallel: ParallelConfig, base: ClusterConfig, *, aske
 
 
 def is_legal(role: Role, pool: PoolConfig, base: ClusterConfig, *, model: ModelConfig) -> bool:
-    """Whether the rules of layouts, of the device and of the checkpoint find nothing."""
+    """Whether the rules of layouts, of the device and of the checkpoint find nothing, the other pool being as it is."""
     config, found = with_pool(base, role, pool), Findings()
     check_layout(role, pool, config, found=found)
     check_layout_fits(role, pool.parallel, model, found=found)
-    check_device(config, {role: pool}, found=found)
-    check_device_fits(config, {role: pool}, model, found=found)
+    check_device(config, dict(pools(config)), found=found)
+    check_device_fits(config, dict(pools(config)), model, found=found)
     check_blocks(role, pool, found=found)
     try:
         found.raise_if_any()

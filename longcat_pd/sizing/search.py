@@ -21,7 +21,6 @@ from longcat_pd.sizing.rates import Rates
 from longcat_pd.sizing.roofline import MOST_LOOKS, decode_step, prefill
 
 Target = Literal["prefill-ms", "decode-ms", "tokens-per-s", "context"]
-LONGEST_CONTEXT = 1 << 24
 COARSE_LOOKS, CLOSE_LOOKS = 4, 4  # at chunks, to order the layouts of a grid; and at how many of these in full
 MOST_SPLITS = 12
 
@@ -111,16 +110,19 @@ class Search:
     def _best(self, tried: Iterable[Answer]) -> Answer | None:
         """Of those that fit the best; the first few are looked at closely. All of them where the longest context counts."""
         if self._question.target == "context":
-            close = [self._with_memory(answer) for answer in tried]
+            known = [self._with_memory(answer) for answer in tried]
+            longest = max((answer.context for answer in known), default=0)
+            close = [self._again(answer) for answer in known if answer.context == longest]
         else:
             ordered = (self._with_memory(answer) for answer in sorted(tried, key=lambda answer: answer.score))
-            fitting = islice((answer for answer in ordered if self.fits(answer)), CLOSE_LOOKS)
-            close = [self._again(answer) for answer in fitting]
-        return min((answer for answer in close if self.fits(answer)), key=lambda answer: answer.score, default=None)
+            close = [self._again(answer) for answer in islice(filter(self.fits, ordered), CLOSE_LOOKS)]
+        fitting = (answer for answer in close if self.fits(answer))
+        return min(fitting, key=lambda answer: (answer.score, answer.estimate.seconds), default=None)
 
     def _again(self, answer: Answer) -> Answer:
         exact = self._weighed(answer.role, answer.pool, lanes=answer.lanes)
-        return replace(exact, memory=answer.memory)
+        score = answer.score if self._question.target == "context" else exact.score
+        return replace(exact, memory=answer.memory, context=answer.context, score=score)
 
     def _weighed(self, role: Role, pool: PoolConfig, *, lanes: int, most_looks: int = MOST_LOOKS) -> Answer:
         """With its times; its memory is not looked at yet. ``most_looks``: as of ``prefill``."""
@@ -157,7 +159,9 @@ class Search:
         memory = self._memory(answer, answer.pool)
         if self._question.target != "context":
             return replace(answer, memory=memory)
-        longest = largest(lambda context: self._has_room(answer, context), start=self._question.asked.context)
+        start, own = self._question.asked.context, pool_of(self._base, answer.role).engine.max_model_len
+        most = max(start, own, self._model.max_position_embeddings)
+        longest = largest(lambda context: self._has_room(answer, context), start=start, most=most)
         return replace(answer, memory=memory, context=longest, score=-float(longest))
 
     def _has_room(self, answer: Answer, context: int) -> bool:
@@ -195,9 +199,9 @@ def splits(cards: int, per_node: int) -> Iterator[tuple[int, int]]:
     yield from ((first, cards - first) for first in range(step, cards, step))
 
 
-def largest(holds: Callable[[int], bool], *, start: int) -> int:
-    """The largest multiple of 1024 that holds, if all below it do, LONGEST_CONTEXT at most; 0 if not even the first."""
-    low, high = 0, LONGEST_CONTEXT // 1024
+def largest(holds: Callable[[int], bool], *, start: int, most: int) -> int:
+    """The largest multiple of 1024 that holds, if all below it do, ``most`` at most; 0 if not even the first."""
+    low, high = 0, most // 1024
     guess = max(min(start // 1024, high), 1)
     while low < high:
         if holds(guess * 1024):

@@ -74,6 +74,17 @@ def test_another_number_of_cards(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the file's own:" not in out
 
 
+@pytest.mark.parametrize(("target", "place"), [("prefill-ms", 0), ("decode-ms", 1)])
+def test_the_target_is_what_orders(capsys: pytest.CaptureFixture[str], target: str, place: int) -> None:
+    arguments = ["--advise", "--prefill-cards", "16", "--context", "16384", "--sequences", "16", "--top", "99"]
+    out = told(capsys, str(TWIN), *arguments, "--target", target)
+    found = re.findall(r"^\d+\. 16 \+ 16 cards: prompt (\d+) ms, step ([\d.]+) ms", out, re.M)
+    times = [float(both[place]) for both in found]
+    assert len(times) > 4
+    assert times == sorted(times)
+    assert times != [times[0]] * len(times)
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

@@ -15,7 +15,7 @@ from longcat_pd.config.reader import Findings
 from longcat_pd.config.resolve import complete, load
 from longcat_pd.config.schema import ClusterConfig, ParallelConfig, PoolConfig
 from longcat_pd.errors import ConfigError
-from longcat_pd.sizing.candidates import Asked, completed
+from longcat_pd.sizing.candidates import Asked, candidates, completed
 from longcat_pd.sizing.cards import CARDS
 from longcat_pd.sizing.memory import GIB, instance_memory, stage_memory
 from longcat_pd.sizing.rates import rates_of
@@ -69,7 +69,7 @@ def every_decode_pool(base: ClusterConfig) -> Iterator[PoolConfig]:
                 dense_tp_size=dense,
                 ep_size=ep,
                 ngram_embed_tp_size=4,
-                moe_dispatch=dispatch,  # type: ignore[arg-type]
+                moe_dispatch=dispatch,
                 layers_per_stage=(3,),
             )
             pool = completed("decode", parallel, base, asked=ASKED)
@@ -112,7 +112,9 @@ def test_nothing_fits_in_no_memory(base: ClusterConfig) -> None:
 
 
 def test_the_longest_context_is_the_last_that_fits(base: ClusterConfig) -> None:
-    looked = search(base, target="context", usable=4 * GIB)
+    assert base.decode is not None
+    long = replace(base.decode.engine, max_model_len=1 << 20)
+    looked = search(replace(base, decode=replace(base.decode, engine=long)), target="context", usable=4 * GIB)
     answer = looked.answers("decode", 4, lanes=4)[0]
     model = ModelConfig.load(base.model.path)
     needs = []
@@ -156,6 +158,15 @@ def test_the_published_grids_are_among_the_best_for_192_cards() -> None:
     assert not small.fits(own)
 
 
+def test_a_pool_is_judged_beside_the_other_as_it_is() -> None:
+    """What the section of NPU says of the decode pool's way to experts is no finding against prefill pools."""
+    base = load(CLUSTERS / "longcat2-a3-192.yaml")
+    model = ModelConfig.load(base.model.path)
+    found = list(candidates("prefill", base, cards=64, asked=ASKED, model=model))
+    assert base.prefill is not None
+    assert base.prefill.parallel in [pool.parallel for pool in found]
+
+
 def test_splits_are_whole_nodes_and_few() -> None:
     assert list(splits(64, 16)) == [(16, 48), (32, 32), (48, 16)]
     assert list(splits(8, 8)) == [(4, 4)]
@@ -166,4 +177,4 @@ def test_splits_are_whole_nodes_and_few() -> None:
 
 @pytest.mark.parametrize("limit", [0, 1023, 1024, 5000, 1 << 19, 1 << 30])
 def test_the_largest_that_holds(limit: int) -> None:
-    assert largest(lambda number: number <= limit, start=8192) == min(limit, 1 << 24) // 1024 * 1024
+    assert largest(lambda number: number <= limit, start=8192, most=1 << 24) == min(limit, 1 << 24) // 1024 * 1024
