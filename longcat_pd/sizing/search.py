@@ -21,7 +21,7 @@ from longcat_pd.sizing.rates import Rates
 from longcat_pd.sizing.roofline import MOST_LOOKS, decode_step, prefill
 
 Target = Literal["prefill-ms", "decode-ms", "tokens-per-s", "context"]
-COARSE_LOOKS, CLOSE_LOOKS = 4, 4  # at chunks, to order the layouts of a grid; and at how many of these in full
+COARSE_LOOKS, CLOSE_LOOKS = 3, 3  # at chunks, to order the layouts of a grid; and at how many of these in full
 MOST_SPLITS = 12
 
 
