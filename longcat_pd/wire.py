@@ -7,6 +7,7 @@ or block ids are little-endian int32 bytes inside a record. This file alone know
 from __future__ import annotations
 
 import asyncio
+import socket as sockets
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -35,14 +36,37 @@ class Unsendable(ConnectionError):
     """The message cannot leave now: no such peer is connected, or it has stopped reading."""
 
 
+def tcp(host: str, port: int | str) -> str:
+    """The ZeroMQ address of a port. ``host``: a name, or an IPv4 or IPv6 address."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _numeric(endpoint: str) -> str:
+    """An address to bind, its name replaced by an address of IPv4 where it has one: ZeroMQ binds to numbers only.
+
+    Raises OSError for a name that nobody knows.
+    """
+    scheme, _, place = endpoint.partition("://")
+    host, _, port = place.rpartition(":")
+    if scheme != "tcp" or host == "*" or host.startswith("["):
+        return endpoint
+    try:
+        found = sockets.getaddrinfo(host, None, type=sockets.SOCK_STREAM)
+    except sockets.gaierror as error:
+        raise OSError(error.errno, f"{endpoint}: {error.strerror}") from error
+    first = min(found, key=lambda entry: entry[0] != sockets.AF_INET)
+    return tcp(str(first[4][0]), port)
+
+
 def _opened(
     pattern: Pattern, endpoint: str, *, bind: bool, identity: bytes
 ) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
     """A socket with a context of its own. Raises OSError when the address cannot be had."""
+    address = _numeric(endpoint) if bind else endpoint
     context = zmq.Context()
     socket = context.socket(_KINDS[pattern])
     try:
-        _set_up(socket, pattern, endpoint, bind=bind, identity=identity)
+        _set_up(socket, pattern, address, bind=bind, identity=identity)
     except zmq.ZMQError as error:
         context.destroy(linger=0)
         raise OSError(error.errno, f"{endpoint}: {error.strerror}") from error
@@ -60,6 +84,8 @@ def _set_up(socket: zmq.Socket[bytes], pattern: Pattern, endpoint: str, *, bind:
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted peer takes over its name
     if identity:
         socket.setsockopt(zmq.IDENTITY, identity)
+    if "[" in endpoint:  # else names would be looked for among addresses of IPv6 too
+        socket.setsockopt(zmq.IPV6, 1)
     if bind:
         socket.bind(endpoint)
     else:

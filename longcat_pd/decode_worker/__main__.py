@@ -11,7 +11,7 @@ from longcat_pd.kv_transfer.offers import Offers, PairLimits
 from longcat_pd.server.parts import Parts
 from longcat_pd.server.peered import WorkerRole
 from longcat_pd.server.worker import run_worker
-from longcat_pd.wire import AsyncSocket
+from longcat_pd.wire import AsyncSocket, tcp
 
 LINGER_S = 0.2  # for the last aborts to leave
 
@@ -26,7 +26,7 @@ def build(parts: Parts) -> tuple[DecodeService, Offers]:
     spec, transfers = parts.spec, parts.metrics.transfers
     pairing_s = spec.transfer.pairing_timeout_s
     limits = PairLimits(offer_s=pairing_s, leg_s=pairing_s + spec.engine.queue_timeout_s, commit_s=spec.transfer.timeout_s)
-    endpoint = f"tcp://{spec.host}:{spec.http_port + CONTROL_PORT_OFFSET}"
+    endpoint = tcp(spec.host, spec.http_port + CONTROL_PORT_OFFSET)
     offers = Offers(
         parts.hello,
         [peer.name for peer in spec.peers],

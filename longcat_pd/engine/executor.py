@@ -1,7 +1,8 @@
 """How plans reach ranks and answers come back: the protocol, and rank processes behind ZeroMQ.
 
 Notices every way in which a rank can be gone: its process ended, it fell silent, or a step does not end. Knows plans and
-messages, not what they mean; knows rank processes only as something to start, watch and stop. Imports no torch.
+messages, not what they mean; knows rank processes only as something to start, watch and stop, wherever they run. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from longcat_pd.engine.roster import RankEntry, RankState, Roster
 from longcat_pd.errors import ConfigError, EngineFault, LongcatError, RankLost
 from longcat_pd.kv_transfer.messages import TransferClosed
 from longcat_pd.log import logger
-from longcat_pd.wire import AsyncSocket, Codec, MalformedRecord, Unsendable
+from longcat_pd.wire import AsyncSocket, Codec, MalformedRecord, Unsendable, tcp
 
 CALL_LIMIT_S = 15.0  # until every rank process has called; before those that have give up to meet the others (mesh.py)
 START_LIMIT_S = 1800.0  # loading the largest checkpoint from a slow disk
@@ -40,6 +41,7 @@ _MESSAGES = Codec[RankMessage](RankReady, Heartbeat, StepOutput, TransferClosed)
 Ready = tuple[RankReady, ...]
 OnClosed = Callable[[TransferClosed], None]
 OnFailure = Callable[[LongcatError], None]
+OnExit = Callable[[int, int], None]
 
 
 class Executor(Protocol):
@@ -63,10 +65,18 @@ class Executor(Protocol):
 
 
 class RankProcesses(Protocol):
-    """Rank processes as something to start, watch and stop (``server/launch.py``)."""
+    """Rank processes as something to start, watch and stop (``server/launch.py``, ``server/nodes.py``)."""
 
-    async def start(self, on_exit: Callable[[int, int], None]) -> None:
-        """Start all. ``on_exit(rank, status)`` is called on the event loop when one ends. After a cancel: ``stop``."""
+    async def start(self, on_exit: OnExit, on_loss: OnFailure) -> None:
+        """Start all; none before the others can be. After a cancel or an error: ``stop``.
+
+        ``on_exit(rank, status)`` is called on the event loop when one ends, ``on_loss`` when ranks are gone of which no status
+        tells, as with their machine. Raises ConfigError or RankLost for machines that cannot take part.
+        """
+        ...
+
+    def loss(self) -> RankLost | None:
+        """What would explain that ranks fail now, as far as it can be seen without waiting."""
         ...
 
     def dump_stacks(self) -> None:
@@ -79,14 +89,14 @@ class RankProcesses(Protocol):
 
 
 def rank_specs(instance: InstanceSpec, incarnation: str) -> list[RankSpec]:
-    """What each rank process of an instance on one host is told. Ports: ``checks.INSTANCE_PORTS``."""
+    """What each rank process of an instance is told, wherever it runs. Ports: ``checks.INSTANCE_PORTS``."""
     return [
         RankSpec(
             instance=instance,
             rank=rank,
             incarnation=incarnation,
-            plan_endpoint=f"tcp://{instance.host}:{instance.http_port + 2}",
-            output_endpoint=f"tcp://{instance.host}:{instance.http_port + 3}",
+            plan_endpoint=tcp(instance.host, instance.http_port + 2),
+            output_endpoint=tcp(instance.host, instance.http_port + 3),
             rendezvous_host=instance.host,
             rendezvous_port=instance.http_port + 4,
         )
@@ -132,7 +142,7 @@ class ProcessExecutor:
     async def start(self, on_closed: OnClosed, on_failure: OnFailure) -> Ready:
         """Bind, start the processes, wait for all.
 
-        Raises RankLost, EngineFault, or ConfigError for a taken port or a refused checkpoint.
+        Raises RankLost, EngineFault, or ConfigError for a taken port, a refused checkpoint or a refused machine.
         """
         try:
             self._sockets.append(AsyncSocket("router", self._specs[0].plan_endpoint, bind=True))
@@ -141,7 +151,7 @@ class ProcessExecutor:
             self._close_sockets()
             raise ConfigError(f"cannot listen: {error}") from error
         self._on_closed, self._on_failure = on_closed, on_failure
-        await self._processes.start(self._exited)
+        await self._processes.start(self._exited, self._fail)
         self._keep(self._hear_arrivals(self._sockets[0]))
         self._keep(self._hear_messages(self._sockets[1]))
         await self._come_up()
@@ -280,7 +290,8 @@ class ProcessExecutor:
     def _judge(self) -> None:
         cause = self._roster.cause(is_up=self._came_up.is_set())
         if cause is not None:
-            self._fail(cause)
+            lost = self._processes.loss() if isinstance(cause, EngineFault) else None
+            self._fail(lost or cause)
 
     async def _watch(self) -> None:
         """Judge silence and overdue steps once for each heartbeat."""

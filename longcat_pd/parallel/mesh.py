@@ -19,16 +19,23 @@ from longcat_pd.parallel.traffic import Traffic
 class Mesh:
     """A layout, a rank in it, one group for each of its axes, and what was exchanged in them.
 
-    ``platform`` and ``device``: what the rank runs on.
+    ``platform`` and ``device``: what the rank runs on; ``local_rank``: its place on its node, where it has the device of
+    that number.
     """
 
     def __init__(
-        self, layout: ParallelLayout, rank: int, groups: dict[AxisName, dist.ProcessGroup], *, platform: Platform
+        self,
+        layout: ParallelLayout,
+        rank: int,
+        groups: dict[AxisName, dist.ProcessGroup],
+        *,
+        platform: Platform,
+        local_rank: int = 0,
     ) -> None:
         self.layout = layout
         self.rank = rank
         self.platform = platform
-        self.device = platform.device(rank)
+        self.device = platform.device(local_rank)
         self.traffic = Traffic()
         self._groups = groups
         self._axes = {
@@ -53,7 +60,8 @@ class Mesh:
         if layout.world_size == 1:
             return cls(layout, 0, {}, platform=platform)
         _meet(spec, layout.world_size, platform)
-        return cls(layout, spec.rank, _make_groups(spec, layout, platform), platform=platform)
+        groups = _make_groups(spec, layout, platform)
+        return cls(layout, spec.rank, groups, platform=platform, local_rank=spec.local_rank)
 
     def axis(self, name: AxisName) -> AxisGroup:
         """The group of an axis; of size 1 where the layout does not split along it, or its ranks never talk along it."""

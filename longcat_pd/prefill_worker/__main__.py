@@ -12,7 +12,7 @@ from longcat_pd.prefill_worker.service import PrefillService
 from longcat_pd.server.parts import Parts
 from longcat_pd.server.peered import WorkerRole
 from longcat_pd.server.worker import run_worker
-from longcat_pd.wire import AsyncSocket
+from longcat_pd.wire import AsyncSocket, tcp
 
 LINGER_S = 0.2  # for the last aborts to leave
 GRANT_MARGIN_S = 1.0  # the decode side judges first
@@ -30,7 +30,7 @@ def build(parts: Parts) -> tuple[PrefillService, Offering]:
     identity = f"{spec.name}.{parts.hello.incarnation}".encode()
 
     def connect(peer: PeerAddress) -> AsyncSocket:
-        endpoint = f"tcp://{peer.host}:{peer.http_port + CONTROL_PORT_OFFSET}"
+        endpoint = tcp(peer.host, peer.http_port + CONTROL_PORT_OFFSET)
         return AsyncSocket("dealer", endpoint, bind=False, identity=identity, linger_s=LINGER_S)
 
     offering = Offering(

@@ -1,6 +1,7 @@
-"""Rank processes of one host: started from a forkserver with torch preloaded, watched, told apart from a crash, ended.
+"""Rank processes of one machine: started from a forkserver with torch preloaded, watched, told apart from a crash, ended.
 
 The caller names the entry ("module:function") and gives each rank its configuration as one string. Knows nothing of plans.
+The one place that touches the environment of processes.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 
 from longcat_pd import log
 from longcat_pd.clock import Clock
+from longcat_pd.engine.executor import OnExit, OnFailure
+from longcat_pd.errors import RankLost
+from longcat_pd.server.interfaces import interface_of
 
 KILL_LIMIT_S = 5.0  # a process ends that long after SIGKILL at the latest
 
@@ -27,27 +32,68 @@ _RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # more threads than cores cost a hundredfold
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # a rank imports the software of its device, the forkserver must not
 }
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_HCCL_ADDRESS, _HCCL_INTERFACE = "HCCL_IF_IP", "HCCL_SOCKET_IFNAME"
+
+
+def network_environment(host: str) -> dict[str, str]:
+    """What tells the libraries of ranks by which address of this machine the ranks of others find them.
+
+    ``host``: how the configuration names this machine. Left to themselves gloo takes the address of the host name and HCCL
+    that of some card, which other machines may not reach. What this process was given for them already is respected; a
+    loopback address needs nothing. Raises ConfigError if the machine does not have the address.
+    """
+    found = interface_of(host)
+    if found is None:
+        return {}
+    told = {}
+    if _GLOO_INTERFACE not in os.environ:
+        told[_GLOO_INTERFACE] = found.name
+    if _HCCL_ADDRESS not in os.environ and _HCCL_INTERFACE not in os.environ:
+        told[_HCCL_ADDRESS] = found.address
+    return told
+
+
+async def prepare(entry: str) -> None:
+    """Have the forkserver import what ranks of this entry need, which takes seconds; they start in no time then."""
+    await asyncio.get_running_loop().run_in_executor(None, _warm_up, entry)
 
 
 class ForkedRanks:
-    """The rank processes of an instance on this host.
+    """Rank processes of an instance on this machine: neighbours.
 
     Args:
         entry: ``module:function`` that is called in each process with its configuration.
         configs: by rank.
+        first: the number of the first.
+        environment: laid over that of each process.
     """
 
-    def __init__(self, entry: str, configs: Sequence[str], *, clock: Clock) -> None:
+    def __init__(
+        self,
+        entry: str,
+        configs: Sequence[str],
+        *,
+        clock: Clock,
+        first: int = 0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._entry = entry
         self._configs = tuple(configs)
         self._clock = clock
+        self._first = first
+        self._environment = dict(environment or {})
         self._starts: list[asyncio.Task[None]] = []
         self._processes: list[BaseProcess] = []
         self._num_running = 0
         self._all_ended = asyncio.Event()
 
-    async def start(self, on_exit: Callable[[int, int], None]) -> None:
-        """Start all. ``on_exit(rank, status)`` is called on the event loop when one ends."""
+    async def prepare(self) -> None:
+        """See ``prepare``."""
+        await prepare(self._entry)
+
+    async def start(self, on_exit: OnExit, _on_loss: OnFailure | None = None) -> None:
+        """Start all. ``on_exit(rank, status)`` is called on the event loop when one ends; nothing else happens to one."""
         starting = asyncio.get_running_loop().create_task(self._start(on_exit))
         self._starts.append(starting)
         await asyncio.shield(starting)
@@ -57,9 +103,13 @@ class ForkedRanks:
         """Process ids by rank."""
         return tuple(p.pid for p in self._processes if p.pid is not None)
 
+    def loss(self) -> RankLost | None:
+        """The end of each process is told."""
+        return None
+
     def dump_stacks(self) -> None:
         """Have every living rank write the stacks of its threads to standard error, which is the instance's log."""
-        for rank, process in enumerate(self._processes):
+        for rank, process in enumerate(self._processes, self._first):
             if process.exitcode is None and process.pid is not None:
                 log.logger().error("rank_stack", rank=rank, pid=process.pid)
                 os.kill(process.pid, _STACKS)
@@ -73,36 +123,54 @@ class ForkedRanks:
             await self._clock.within(grace_s, self._all_ended.wait())
             return
         except TimeoutError:
-            for rank, process in enumerate(self._processes):
+            for rank, process in enumerate(self._processes, self._first):
                 if process.exitcode is None:
                     log.logger().warning("rank_killed", rank=rank, pid=process.pid)
                     process.kill()
         await self._clock.within(KILL_LIMIT_S, self._all_ended.wait())
 
-    async def _start(self, on_exit: Callable[[int, int], None]) -> None:
+    async def _start(self, on_exit: OnExit) -> None:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self._fork)  # seconds: the forkserver imports torch first
         self._num_running = len(self._processes)
-        for rank, process in enumerate(self._processes):
-            loop.add_reader(process.sentinel, self._exited, rank, on_exit)
+        for place, process in enumerate(self._processes):
+            loop.add_reader(process.sentinel, self._exited, place, on_exit)
 
     def _fork(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", self._entry.partition(":")[0], __name__])
+        context = _forkserver(self._entry)
         with _for_children():
-            for rank, config in enumerate(self._configs):
-                process: BaseProcess = context.Process(target=_run_rank, args=(self._entry, config), name=f"rank-{rank}")
+            for rank, config in enumerate(self._configs, self._first):
+                told = (self._entry, config, self._environment)
+                process: BaseProcess = context.Process(target=_run_rank, args=told, name=f"rank-{rank}")
                 process.start()
                 self._processes.append(process)
 
-    def _exited(self, rank: int, on_exit: Callable[[int, int], None]) -> None:
-        process = self._processes[rank]
+    def _exited(self, place: int, on_exit: OnExit) -> None:
+        process = self._processes[place]
         asyncio.get_running_loop().remove_reader(process.sentinel)
         process.join()
         self._num_running -= 1
         if not self._num_running:
             self._all_ended.set()
-        on_exit(rank, process.exitcode if process.exitcode is not None else -1)
+        on_exit(self._first + place, process.exitcode if process.exitcode is not None else -1)
+
+
+def _forkserver(entry: str) -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", entry.partition(":")[0], __name__])
+    return context
+
+
+def _warm_up(entry: str) -> None:
+    context = _forkserver(entry)
+    with _for_children():
+        process = context.Process(target=_do_nothing)
+        process.start()  # once the forkserver has imported everything
+    process.join(KILL_LIMIT_S)
+
+
+def _do_nothing() -> None:
+    """Of a process whose coming up is all that is wanted."""
 
 
 @contextmanager
@@ -123,8 +191,9 @@ def _for_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _run_rank(entry: str, config: str) -> None:
+def _run_rank(entry: str, config: str, environment: Mapping[str, str]) -> None:
     """First function of a rank process."""
+    os.environ.update(environment)  # before any library looks; that of the forkserver is older than some instances
     log.set_up()
     faulthandler.register(_STACKS, all_threads=True)
     threading.Thread(target=_end_with_driver, name="orphan-watch", daemon=True).start()

@@ -13,8 +13,8 @@ from longcat_pd.engine.executor import Executor, ProcessExecutor, rank_specs
 from longcat_pd.kv_transfer.messages import Hello
 from longcat_pd.metrics import Metrics
 from longcat_pd.server.identity import own_hello
-from longcat_pd.server.launch import ForkedRanks
-from longcat_pd.wire import WIRE_VERSION, to_json
+from longcat_pd.server.instance_ranks import processes_of
+from longcat_pd.wire import WIRE_VERSION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ def make_parts(
     metrics = Metrics(role=spec.role, instance=spec.name)
     metrics.build_info(version=hello.code_version, model_digest=hello.model_digest, wire_version=str(WIRE_VERSION))
     ranks = rank_specs(spec, hello.incarnation)
-    processes = ForkedRanks(rank_entry, [to_json(rank) for rank in ranks], clock=clock)
+    processes = processes_of(ranks, rank_entry, hello=hello, clock=clock)
     executor: Executor = ProcessExecutor(ranks, processes, config=spec.engine, clock=clock)
     engine = Engine(
         spec.engine,

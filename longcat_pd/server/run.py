@@ -74,7 +74,7 @@ async def serve_app(
         server_header=False,
         timeout_graceful_shutdown=int(LAST_BYTES_S),
     )
-    with _Signals() as signals:
+    with Signals() as signals:
         face = _Face(config)
         serving = asyncio.get_running_loop().create_task(face.serve(sockets=[listener]))
         life = _Life(instance, gate, serving, signals=signals, drain_timeout_s=drain_timeout_s, clock=clock)
@@ -92,14 +92,14 @@ class _Face(uvicorn.Server):
         yield
 
 
-class _Signals:
+class Signals:
     """SIGTERM and SIGINT: ``first`` asks to drain, ``second`` to end at once."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
 
-    def __enter__(self) -> _Signals:
+    def __enter__(self) -> Signals:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._arrived)
         return self
@@ -119,7 +119,7 @@ class _Life:
         gate: Gate,
         serving: asyncio.Task[None],
         *,
-        signals: _Signals,
+        signals: Signals,
         drain_timeout_s: float,
         clock: Clock,
     ) -> None:

@@ -18,6 +18,7 @@ from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.resolve import compile_cache
 from longcat_pd.config.schema import InstanceSpec, ParallelConfig
 from longcat_pd.errors import ConfigError
+from longcat_pd.parallel.cores import core_finding
 from longcat_pd.sizing.capacity import card_findings
 from longcat_pd.sizing.cards import usable_bytes
 from longcat_pd.sizing.memory import GIB, RankMemory, instance_memory, show_parts, show_total, stage_of, sum_of_parts
@@ -38,26 +39,30 @@ class Preflight:
             raise ConfigError("\n".join(self.findings))
 
 
-def inspect(spec: InstanceSpec, *, available_bytes: int | None = None) -> Preflight:
+def inspect(spec: InstanceSpec, *, node_rank: int = 0, available_bytes: int | None = None) -> Preflight:
     """Plan and findings of one instance on this machine. Raises ConfigError if the checkpoint's config.json is unreadable.
 
     Args:
         spec: resolved.
-        available_bytes: memory for all ranks of the instance; None: what this machine has free.
+        node_rank: which of its nodes this machine is; the first one has the driver.
+        available_bytes: memory for all ranks of the node; None: what this machine has free.
     """
     model = ModelConfig.load(spec.model.path)
-    ranks = instance_memory(spec, model)
+    first = node_rank * spec.ranks_per_node
+    ranks = instance_memory(spec, model)[first : first + spec.ranks_per_node]
     available = free_memory_bytes() if available_bytes is None else available_bytes
+    cores = core_finding(spec, len(os.sched_getaffinity(0)))
     findings = [
-        *port_findings(ports_of(spec)),
+        *(port_findings(ports_of(spec)) if node_rank == 0 else ()),
         *memory_findings(spec, ranks, available_bytes=available),
+        *([cores] if cores is not None else []),
         *compiler_findings(spec),
     ]
     return Preflight(plan=tuple(plan_lines(spec, ranks)), findings=tuple(findings))
 
 
 def plan_lines(spec: InstanceSpec, ranks: Sequence[RankMemory]) -> Iterator[str]:
-    """What will run: layout, ports, and bytes of each rank part by part."""
+    """What will run: layout, ports of the driver, and bytes of each of these ranks part by part."""
     parallel, engine = spec.parallel, spec.engine
     yield f"{spec.role} {spec.name}: {_tiling(parallel)} on {spec.device}, {spec.model.dtype}"
     yield from _split_parts(parallel)
@@ -68,6 +73,10 @@ def plan_lines(spec: InstanceSpec, ranks: Sequence[RankMemory]) -> Iterator[str]
     if engine.exe_mode != "eager":
         yield f"  {engine.exe_mode}: graphs for {list(engine.buckets)} sequences, kept in {compile_cache(engine)}"
     yield "  ports " + ", ".join(f"{use.port} {use.purpose.removeprefix(spec.name).strip()}" for use in ports_of(spec))
+    if len(spec.nodes) > 1:
+        node = ranks[0].rank // spec.ranks_per_node
+        where = f"node {node} of {len(spec.nodes)}, {spec.nodes[node]}"
+        yield f"  {where}: ranks {ranks[0].rank} ... {ranks[-1].rank}"
     for rank in ranks:
         stage = f" (stage {stage_of(rank.rank, parallel)})" if parallel.pp_size > 1 else ""
         yield f"  rank {rank.rank}{stage}: {show_total(rank.parts)}"
@@ -99,7 +108,7 @@ def _split_parts(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def memory_findings(spec: InstanceSpec, ranks: tuple[RankMemory, ...], *, available_bytes: int) -> Iterator[str]:
-    """Refusal when the ranks of one instance together need more than there is, or one of them more than its card has."""
+    """Refusal when these ranks of one instance together need more than there is, or one of them more than its card has."""
     usable = usable_bytes(spec)
     if usable is not None:
         yield from card_findings(spec, ranks, usable_bytes=usable)
@@ -107,7 +116,8 @@ def memory_findings(spec: InstanceSpec, ranks: tuple[RankMemory, ...], *, availa
     parts = sum_of_parts(ranks)
     need = sum(parts.values())
     if need > available_bytes:
-        head = f"{spec.role} {spec.name} needs {need / GIB:.1f} GiB for its {len(ranks)} ranks"
+        where = f" on node {ranks[0].rank // spec.ranks_per_node}" if len(spec.nodes) > 1 else ""
+        head = f"{spec.role} {spec.name} needs {need / GIB:.1f} GiB for its {len(ranks)} ranks{where}"
         yield f"{head}, {available_bytes / GIB:.1f} available: {show_parts(parts)}"
 
 

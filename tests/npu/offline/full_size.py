@@ -150,7 +150,7 @@ def rank_of(pool: Pool, rank: int) -> Iterator[Mesh]:
             if members not in made:
                 made[members] = dist.new_group(list(members))
             groups[axis.name] = made[members]
-        mesh = Mesh(layout, rank, groups, platform=platform_of("npu"))
+        mesh = Mesh(layout, rank, groups, platform=platform_of("npu"), local_rank=rank)
         mesh.axis("ep").communicator = "fused"
         yield mesh
 

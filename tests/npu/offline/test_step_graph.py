@@ -165,7 +165,7 @@ def mesh() -> Iterator[Mesh]:
             if axis.size > 1:
                 made = {some: dist.new_group(list(some)) for some in layout.groups(axis.name)}
                 groups[axis.name] = made[layout.group_of(rank, axis.name)]
-        yield Mesh(layout, rank, groups, platform=platform_of("npu"))
+        yield Mesh(layout, rank, groups, platform=platform_of("npu"), local_rank=rank)
 
 
 @pytest.mark.parametrize("soc", SOCS)
