@@ -7,48 +7,45 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
-import yaml
 
 from longcat_pd.cluster.processes import Children, Process, kill_sessions, send, wait_for_end
+from longcat_pd.config import resolve
+from longcat_pd.config.services import BALANCER, services
 from tests.topology import Topology
 
 READY_S = 60.0
 
 
 class Processes:
-    """Every driver and the balancer in a session of its own, so that its ranks can be ended with it."""
+    """Every service of a cluster in a session of its own, so that its ranks can be ended with it."""
 
     def __init__(self, config: Path) -> None:
         self._config = config
-        tree = yaml.safe_load(config.read_text())
-        self.url = f"http://127.0.0.1:{tree['load_balancer']['port']}"
-        self.http_urls = {
-            place["name"]: f"http://127.0.0.1:{place['http_port']}"
-            for role in ("prefill", "decode")
-            for place in tree[role]["instances"]
-        }
-        self._roles = {place["name"]: role for role in ("prefill", "decode") for place in tree[role]["instances"]}
+        self._services = {service.name: service for service in services(resolve.unresolved(config))}
+        self.url = self._services[BALANCER].url
+        self.http_urls = {service.name: service.url for service in self._services.values() if service.kind == "driver"}
         self._children = Children()
         self._lives: list[Process] = []
         self.running: dict[str, Process] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (*self._roles, "balancer")
+        return tuple(self._services)
 
-    def start(self, name: str) -> None:
-        if name == "balancer":
-            command = ["longcat_pd.load_balancer", "--config", str(self._config)]
-        else:
-            command = [f"longcat_pd.{self._roles[name]}_worker", "--config", str(self._config), "--instance", name]
-        launched = self._children.launch(
-            name, [sys.executable, "-m", *command], log=self.log_file(name, len(self._lives)), ready_url=""
-        )
+    def start(self, name: str, *overrides: str) -> None:
+        """``overrides``: settings that this process alone reads."""
+        sets = [word for item in overrides for word in ("--set", item)]
+        self.launch(name, [*self._services[name].arguments, "--config", str(self._config), *sets])
+
+    def launch(self, name: str, arguments: Sequence[str]) -> None:
+        """In place of the service ``name``: an interpreter with these arguments."""
+        log = self.log_file(name, len(self._lives))
+        launched = self._children.launch(name, [sys.executable, *arguments], log=log, ready_url="")
         self._lives.append(launched)
         self.running[name] = launched
 

@@ -83,10 +83,11 @@ def _is_all_free(worker: dict[str, Any]) -> bool:
 def cluster_file(folder: Path, checkpoint: Path, **sections: Any) -> Path:
     """A cluster YAML with free ports. ``prefill`` and ``decode`` are ``parallel`` sections; others go in as they are.
 
-    ``num_prefill`` and ``num_decode`` instances, at most ten of each.
+    ``num_prefill`` and ``num_decode`` instances, at most ten of each; ``prefill_nodes`` and ``decode_nodes`` of each.
     """
     base = free_base(400)
     counts = {"p": sections.pop("num_prefill", 1), "d": sections.pop("num_decode", 1)}
+    nodes = {"p": sections.pop("prefill_nodes", ["127.0.0.1"]), "d": sections.pop("decode_nodes", ["127.0.0.1"])}
     engine = {"block_size": BLOCK, "max_num_seqs": 16, "num_blocks": 129, "max_model_len": 512}
     tree: dict[str, Any] = {
         "model": {"path": str(checkpoint)},
@@ -94,12 +95,16 @@ def cluster_file(folder: Path, checkpoint: Path, **sections: Any) -> Path:
         "prefill": {
             "parallel": sections.pop("prefill", {}),
             "engine": {**engine, "max_num_batched_tokens": CHUNK, **sections.pop("prefill_engine", {})},
-            "instances": [{"name": f"p{i}", "http_port": base + 100 + 10 * i} for i in range(counts["p"])],
+            "instances": [
+                {"name": f"p{i}", "http_port": base + 100 + 10 * i, "nodes": nodes["p"]} for i in range(counts["p"])
+            ],
         },
         "decode": {
             "parallel": sections.pop("decode", {}),
             "engine": {**engine, **sections.pop("decode_engine", {})},
-            "instances": [{"name": f"d{i}", "http_port": base + 200 + 10 * i} for i in range(counts["d"])],
+            "instances": [
+                {"name": f"d{i}", "http_port": base + 200 + 10 * i, "nodes": nodes["d"]} for i in range(counts["d"])
+            ],
         },
         **sections,
     }

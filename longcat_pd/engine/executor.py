@@ -70,8 +70,8 @@ class RankProcesses(Protocol):
     async def start(self, on_exit: OnExit, on_loss: OnFailure) -> None:
         """Start all; none before the others can be. After a cancel or an error: ``stop``.
 
-        ``on_exit(rank, status)`` is called on the event loop when one ends, ``on_loss`` when ranks are gone of which no status
-        tells, as with their machine. Raises ConfigError or RankLost for machines that cannot take part.
+        ``on_exit(rank, status)`` is called on the event loop when one ends, ``on_loss`` when ranks are gone of which no
+        status tells, as with their machine. Raises ConfigError or RankLost for machines that cannot take part.
         """
         ...
 

@@ -1,6 +1,6 @@
 """Which processor cores the ranks of a machine are bound to: neighbours, in the order of the ranks.
 
-Cores are those that the process may run on, so what narrows them already (a container, ``taskset``) counts. Knows no device.
+Cores are those that the process may run on, so what narrows them already (a container, ``taskset``) counts.
 """
 
 from __future__ import annotations

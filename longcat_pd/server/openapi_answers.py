@@ -179,7 +179,7 @@ TOLD: Schema = {
         {
             "instance": _TEXT,
             "parallel": ref("Parallel"),
-            "memory": _list(record(rank=_COUNT, bytes=_map(_COUNT))),
+            "memory": _list(record(rank=_COUNT, node=_TEXT, bytes=_map(_COUNT))),
             "prefill": _list(ref("InstanceInfo")),
             "decode": _list(ref("InstanceInfo")),
             "sampling_defaults": record(temperature=_NUMBER, top_p=_NUMBER, top_k={"type": "integer"}),

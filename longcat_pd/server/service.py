@@ -47,8 +47,11 @@ class Readiness:
 
 
 def layout_info(spec: InstanceSpec, ready: Sequence[RankReady]) -> dict[str, Any]:
-    """``parallel`` and ``memory`` of ``/server_info``: all sizes, and bytes that every rank allocated, by part."""
-    memory = [{"rank": rank.rank, "bytes": dict(rank.memory)} for rank in ready]
+    """``parallel`` and ``memory`` of ``/server_info``: all sizes, and of every rank its node and its bytes by part."""
+    nodes = spec.nodes or (spec.host,)
+    memory = [
+        {"rank": rank.rank, "node": nodes[rank.rank // spec.ranks_per_node], "bytes": dict(rank.memory)} for rank in ready
+    ]
     return {"parallel": asdict(spec.parallel), "memory": memory}
 
 

@@ -62,7 +62,7 @@ def inspect(spec: InstanceSpec, *, node_rank: int = 0, available_bytes: int | No
 
 
 def plan_lines(spec: InstanceSpec, ranks: Sequence[RankMemory]) -> Iterator[str]:
-    """What will run: layout, ports of the driver, and bytes of each of these ranks part by part."""
+    """What will run: layout, ports if the driver is there, and bytes of each of these ranks part by part."""
     parallel, engine = spec.parallel, spec.engine
     yield f"{spec.role} {spec.name}: {_tiling(parallel)} on {spec.device}, {spec.model.dtype}"
     yield from _split_parts(parallel)
@@ -72,7 +72,8 @@ def plan_lines(spec: InstanceSpec, ranks: Sequence[RankMemory]) -> Iterator[str]
     yield f"  max_model_len {engine.max_model_len}, {engine.max_num_seqs} sequences{chunk}"
     if engine.exe_mode != "eager":
         yield f"  {engine.exe_mode}: graphs for {list(engine.buckets)} sequences, kept in {compile_cache(engine)}"
-    yield "  ports " + ", ".join(f"{use.port} {use.purpose.removeprefix(spec.name).strip()}" for use in ports_of(spec))
+    if ranks[0].rank == 0:
+        yield "  ports " + ", ".join(f"{use.port} {use.purpose.removeprefix(spec.name).strip()}" for use in ports_of(spec))
     if len(spec.nodes) > 1:
         node = ranks[0].rank // spec.ranks_per_node
         where = f"node {node} of {len(spec.nodes)}, {spec.nodes[node]}"

@@ -1,4 +1,4 @@
-"""Entries of rank processes for tests of the launcher: no model, no torch."""
+"""Entries of rank processes for tests of the launcher."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ import signal
 import sys
 import threading
 from pathlib import Path
+
+from longcat_pd import wire
+from longcat_pd.config.schema import RankSpec
+from longcat_pd.engine.handover import Lanes
+from longcat_pd.engine.rank import run_rank
+from longcat_pd.kv_cache.storage import KVCache
+from longcat_pd.kv_transfer.sides import Report
 
 
 def report(config: str) -> None:
@@ -24,6 +31,15 @@ def report(config: str) -> None:
         )
     )
     sys.exit(told["status"])
+
+
+def raise_at_start(config: str) -> None:
+    """A rank that fails behind the rendezvous, when its lanes are made."""
+    run_rank(wire.from_json(RankSpec, config), _no_lanes)
+
+
+def _no_lanes(spec: RankSpec, cache: KVCache, report: Report) -> Lanes:
+    raise ValueError("a defect of the start")
 
 
 def wait_for_ever(config: str) -> None:

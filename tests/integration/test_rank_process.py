@@ -225,7 +225,7 @@ from longcat_pd.server.launch import ForkedRanks
 
 async def main():
     ranks = ForkedRanks("longcat_pd.engine.rank:main", [sys.argv[1]], clock=MonotonicClock())
-    await ranks.start(print, print)
+    await ranks.start(print)
     print(ranks.pids[0], flush=True)
     await asyncio.Event().wait()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from longcat_pd.wire import AsyncSocket, BlockingSocket, Unsendable
+from longcat_pd.wire import AsyncSocket, BlockingSocket, Unsendable, tcp
 
 LIMIT_S = 5.0
 
@@ -72,3 +72,29 @@ async def test_closing_ends_the_wait_and_sending(peer: BlockingSocket) -> None:
     assert receiving.cancelled()
     with pytest.raises(Unsendable):
         mine.send([b"x"])
+
+
+async def test_a_name_is_bound_by_its_address() -> None:
+    heard = AsyncSocket("pull", "tcp://localhost:*", bind=True)
+    assert heard.endpoint.startswith("tcp://127.0.0.1:")
+    port = heard.endpoint.rpartition(":")[2]
+    said = AsyncSocket("push", tcp("localhost", port), bind=False)
+    said.send([b"hello"])
+    assert await asyncio.wait_for(heard.recv(), LIMIT_S) == [b"hello"]
+    said.close()
+    heard.close()
+
+
+def test_a_name_that_nobody_knows_is_an_oserror_that_names_it() -> None:
+    with pytest.raises(OSError, match=r"tcp://nobody\.invalid:29999"):
+        AsyncSocket("pull", "tcp://nobody.invalid:29999", bind=True)
+
+
+async def test_an_address_of_ipv6_has_brackets() -> None:
+    assert tcp("::1", 5) == "tcp://[::1]:5" and tcp("10.0.0.1", 5) == "tcp://10.0.0.1:5"
+    heard = AsyncSocket("pull", tcp("::1", "*"), bind=True)
+    said = AsyncSocket("push", heard.endpoint, bind=False)
+    said.send([b"hello"])
+    assert await asyncio.wait_for(heard.recv(), LIMIT_S) == [b"hello"]
+    said.close()
+    heard.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from longcat_pd.config.schema import InstanceSpec, ModelSection, ParallelConfig, TransferConfig
 from longcat_pd.engine.plan import RankAccounts, RankReady
@@ -37,9 +38,11 @@ def test_all_sizes_and_the_bytes_of_every_rank() -> None:
     ]
     told = json.loads(json.dumps(layout_info(spec, ready)))
     assert told["memory"] == [
-        {"rank": 0, "bytes": {"weights": 10, "index keys": 0}},
-        {"rank": 1, "bytes": {"weights": 11, "index keys": 0}},
+        {"rank": 0, "node": "127.0.0.1", "bytes": {"weights": 10, "index keys": 0}},
+        {"rank": 1, "node": "127.0.0.1", "bytes": {"weights": 11, "index keys": 0}},
     ]
+    apart = replace(spec, host="10.0.0.1", nodes=("10.0.0.1", "10.0.0.2"))
+    assert [rank["node"] for rank in layout_info(apart, ready)["memory"]] == ["10.0.0.1", "10.0.0.2"]
     assert {name for name, size in told["parallel"].items() if size == 2} == {"dp_size", "ep_size", "lmhead_tp_size"}
     assert (told["parallel"]["pp_size"], told["parallel"]["moe_dispatch"]) == (1, "all_to_all")
     assert layout_info(spec, ())["memory"] == [], "nothing is known before the ranks are up"
