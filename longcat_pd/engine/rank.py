@@ -23,9 +23,8 @@ from longcat_pd.engine.plan import StepOutput, StepPlan, Stop
 from longcat_pd.engine.rank_model import load_rank_model
 from longcat_pd.engine.runner import ModelRunner
 from longcat_pd.errors import ConfigError, LongcatError
-from longcat_pd.parallel.cores import bind_to_cores
 from longcat_pd.parallel.mesh import Mesh
-from longcat_pd.parallel.platform import platform_of
+from longcat_pd.parallel.platform import platform_of, take_place
 
 STATUS_FAULT = 1
 STATUS_CONFIG = 2
@@ -97,10 +96,9 @@ class _Steps:
 
     def run(self, make_lanes: MakeLanes) -> None:
         """Until a Stop."""
-        bind_to_cores(self._spec)  # before the library of the device, whose threads inherit it
         plans = wire.BlockingSocket("dealer", self._spec.plan_endpoint, bind=False, identity=self._spec.identity)
         plans.send([b""])  # what it says is that plans can reach this rank from now on
-        platform_of(self._spec.instance.device).runtime.prepare(self._spec.local_rank)
+        take_place(self._spec)
         mesh = Mesh.join(self._spec)
         loaded = load_rank_model(self._spec, mesh)
         push, arrival = make_lanes(self._spec, loaded.cache, self._outbox.put)

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
-from longcat_pd.config.schema import HcclOptions
+from longcat_pd.config.schema import HcclOptions, RankSpec
 from longcat_pd.errors import ConfigError
+from longcat_pd.parallel.cores import bind_to_cores
 from longcat_pd.parallel.hccl import hccl_config
 
 _NPU_RELEASES = "2.6.0.post5, 2.7.1.post11, 2.8.0.post5, 2.9.0 or later"
@@ -250,3 +251,9 @@ def platform_of(device: str) -> Platform:
     if device not in _PLATFORMS:
         raise ConfigError(f"device {device}: no such platform, one of {', '.join(_PLATFORMS)}", param="device")
     return _PLATFORMS[device]
+
+
+def take_place(spec: RankSpec) -> None:
+    """Give this process the cores and the device of its rank. On the thread that computes. Raises ConfigError."""
+    bind_to_cores(spec)  # before the software of the device, whose threads inherit it
+    platform_of(spec.instance.device).runtime.prepare(spec.local_rank)

@@ -13,7 +13,6 @@ from typing import Protocol
 
 from longcat_pd import log
 from longcat_pd.clock import Clock
-from longcat_pd.config.checks import NODES_PORT
 from longcat_pd.config.schema import InstanceSpec
 from longcat_pd.engine.executor import RankProcesses
 from longcat_pd.errors import LongcatError
@@ -33,11 +32,12 @@ from longcat_pd.server.node_records import (
     Socket,
     StartRanks,
     StopRanks,
+    nodes_endpoint,
     pulse,
     silence_limit_s,
 )
 from longcat_pd.server.run import STATUS_FAULT, STATUS_OK, STATUS_REFUSED, Signals
-from longcat_pd.wire import MalformedRecord, Unsendable, tcp
+from longcat_pd.wire import MalformedRecord, Unsendable
 
 
 class Launcher(Protocol):
@@ -176,8 +176,7 @@ class FurtherNode:
 
     @property
     def _driver(self) -> str:
-        address = tcp(self._spec.host, self._spec.http_port + NODES_PORT).removeprefix("tcp://")
-        return f"the driver of {self._spec.name} at {address}"
+        return f"the driver of {self._spec.name} at {nodes_endpoint(self._spec).removeprefix('tcp://')}"
 
 
 async def _first(*lives: Coroutine[None, None, _End]) -> _End:

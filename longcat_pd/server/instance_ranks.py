@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from longcat_pd.clock import Clock
-from longcat_pd.config.checks import NODES_PORT
 from longcat_pd.config.schema import InstanceSpec, RankSpec
 from longcat_pd.engine.executor import RankProcesses
 from longcat_pd.kv_transfer.messages import Hello
 from longcat_pd.server.launch import ForkedRanks, network_environment
-from longcat_pd.server.node_records import LINGER_S, NodeHello, Socket
+from longcat_pd.server.node_records import LINGER_S, NodeHello, Socket, nodes_endpoint
 from longcat_pd.server.nodes import SeveralNodes
-from longcat_pd.wire import AsyncSocket, tcp, to_json
+from longcat_pd.wire import AsyncSocket, to_json
 
 
 def processes_of(ranks: Sequence[RankSpec], entry: str, *, hello: Hello, clock: Clock) -> RankProcesses:
@@ -40,4 +39,4 @@ def processes_of(ranks: Sequence[RankSpec], entry: str, *, hello: Hello, clock: 
 
 
 def _listen(spec: InstanceSpec) -> Socket:
-    return AsyncSocket("router", tcp(spec.host, spec.http_port + NODES_PORT), bind=True, linger_s=LINGER_S)
+    return AsyncSocket("router", nodes_endpoint(spec), bind=True, linger_s=LINGER_S)

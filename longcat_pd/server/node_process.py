@@ -6,16 +6,15 @@ import asyncio
 import secrets
 
 from longcat_pd.clock import MonotonicClock
-from longcat_pd.config.checks import NODES_PORT
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import InstanceSpec
 from longcat_pd.engine.executor import rank_specs
 from longcat_pd.server.further_node import FurtherNode
 from longcat_pd.server.identity import own_hello
 from longcat_pd.server.launch import ForkedRanks, network_environment, prepare
-from longcat_pd.server.node_records import FROM_NODE, LINGER_S, REFUSAL_S, NodeHello, NodeRefusal, pulse
+from longcat_pd.server.node_records import FROM_NODE, LINGER_S, REFUSAL_S, NodeHello, NodeRefusal, nodes_endpoint, pulse
 from longcat_pd.server.run import Signals
-from longcat_pd.wire import AsyncSocket, tcp, to_json
+from longcat_pd.wire import AsyncSocket, to_json
 
 
 class NodeRanks:
@@ -77,6 +76,4 @@ async def _repeat(socket: AsyncSocket, record: NodeRefusal) -> None:
 
 def _dial(spec: InstanceSpec, node: int) -> AsyncSocket:
     identity = f"{node}.{secrets.token_hex(8)}".encode()
-    return AsyncSocket(
-        "dealer", tcp(spec.host, spec.http_port + NODES_PORT), bind=False, identity=identity, linger_s=LINGER_S
-    )
+    return AsyncSocket("dealer", nodes_endpoint(spec), bind=False, identity=identity, linger_s=LINGER_S)

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from longcat_pd.clock import HEARTBEAT_S, RANK_SILENT_S, Clock
+from longcat_pd.config.checks import NODES_PORT
 from longcat_pd.config.schema import InstanceSpec
 from longcat_pd.kv_transfer.messages import Hello
-from longcat_pd.wire import Codec, to_json
+from longcat_pd.wire import Codec, tcp, to_json
 
 NODES_COME_S = 60.0  # the driver waits so long for all nodes
 DRIVER_ANSWERS_S = 120.0  # a node for the driver, which may have been started later and reads the checkpoint first
@@ -139,6 +140,11 @@ async def pulse(clock: Clock) -> float:
     await clock.sleep(HEARTBEAT_S)
     stood_still = clock.now() - before - HEARTBEAT_S
     return stood_still if stood_still > HEARTBEAT_S else 0.0
+
+
+def nodes_endpoint(spec: InstanceSpec) -> str:
+    """Where the driver listens for its further nodes."""
+    return tcp(spec.host, spec.http_port + NODES_PORT)
 
 
 def silence_limit_s(spec: InstanceSpec) -> float:

@@ -24,6 +24,7 @@ def report(config: str) -> None:
         json.dumps(
             {
                 "threads": os.environ.get("OMP_NUM_THREADS"),
+                "network": {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "HCCL_IF_IP") if name in os.environ},
                 "autoload": os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD"),
                 "blocked": sorted(int(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, ())),
                 "has_torch": "torch" in sys.modules,

@@ -20,7 +20,7 @@ from longcat_pd.config.schema import (
     RankSpec,
     TransferConfig,
 )
-from longcat_pd.engine.executor import ProcessExecutor, rank_specs
+from longcat_pd.engine.executor import OnExit, OnFailure, ProcessExecutor, rank_specs
 from longcat_pd.engine.plan import (
     Heartbeat,
     PlanMessage,
@@ -105,12 +105,17 @@ class Rank:
 
 @dataclass
 class Processes:
-    on_exit: Callable[[int, int], None] = lambda rank, status: None
+    on_exit: OnExit = lambda rank, status: None
+    on_loss: OnFailure = lambda error: None
     calls: list[str] = field(default_factory=list)
+    lost: RankLost | None = None
 
-    async def start(self, on_exit: Callable[[int, int], None]) -> None:
-        self.on_exit = on_exit
+    async def start(self, on_exit: OnExit, on_loss: OnFailure) -> None:
+        self.on_exit, self.on_loss = on_exit, on_loss
         self.calls.append("start")
+
+    def loss(self) -> RankLost | None:
+        return self.lost
 
     def dump_stacks(self) -> None:
         self.calls.append("dump_stacks")
@@ -220,6 +225,34 @@ async def test_a_killed_rank_is_the_cause_also_when_the_others_complain_first() 
         with pytest.raises(RankLost, match="rank 2 ended with status -9"):
             await asyncio.wait_for(step, 5.0)
         assert r.states()[2] == "lost"
+
+
+async def test_a_machine_that_is_gone_is_the_cause_of_what_the_others_complain_of() -> None:
+    async with rig(3) as r:
+        await r.start()
+        step = r.executor.submit(StepPlan(step_id=1, phase="decode"))
+        r.processes.lost = RankLost("node 1 (10.0.0.2) of s0 is gone")
+        r.ranks[0].answer(1, fault="connection closed by peer")
+        with pytest.raises(RankLost, match="node 1"):
+            await asyncio.wait_for(step, 5.0)
+
+
+async def test_a_lost_machine_ends_the_instance_also_when_nothing_is_computed() -> None:
+    async with rig() as r:
+        await r.start()
+        r.processes.on_loss(RankLost("node 1 (10.0.0.2) of s0 has been silent for 16 s"))
+        assert [error.message for error in r.failures] == ["node 1 (10.0.0.2) of s0 has been silent for 16 s"]
+        with pytest.raises(RankLost, match="node 1"):
+            await r.executor.submit(StepPlan(step_id=1, phase="decode"))
+
+
+async def test_a_machine_that_is_lost_in_the_start_ends_it() -> None:
+    async with rig() as r:
+        starting = asyncio.create_task(r.executor.start(r.closed.append, r.failures.append))
+        await asyncio.sleep(0.05)
+        r.processes.on_loss(RankLost("node 1 (10.0.0.2) of s0 is gone"))
+        with pytest.raises(RankLost, match="node 1"):
+            await asyncio.wait_for(starting, 1.0)
 
 
 async def test_a_silent_rank_comes_back_or_is_lost() -> None:

@@ -15,10 +15,13 @@ from longcat_pd.server.launch import ForkedRanks
 LIMIT_S = 30.0
 
 
-def ranks(tmp_path: Path, entry: str, num_ranks: int, **told: object) -> tuple[ForkedRanks, list[Path]]:
+def ranks(
+    tmp_path: Path, entry: str, num_ranks: int, *, first: int = 0, environment: dict[str, str] | None = None, **told: object
+) -> tuple[ForkedRanks, list[Path]]:
     files = [tmp_path / str(rank) for rank in range(num_ranks)]
     configs = [json.dumps({"out": str(file), **told}) for file in files]
-    return ForkedRanks(f"tests.integration.rank_entries:{entry}", configs, clock=MonotonicClock()), files
+    entry = f"tests.integration.rank_entries:{entry}"
+    return ForkedRanks(entry, configs, clock=MonotonicClock(), first=first, environment=environment), files
 
 
 class Exits:
@@ -49,6 +52,21 @@ async def test_children_get_one_thread_and_no_terminal_signals_and_the_driver_ke
         assert inherited["threads"] == "1" and inherited["has_torch"] and inherited["autoload"] == "0"
         assert {int(signal.SIGTERM), int(signal.SIGINT)} <= set(inherited["blocked"])
     await processes.stop(0.0)
+
+
+async def test_ranks_of_a_further_node_have_their_numbers_and_are_told_of_its_network(tmp_path: Path) -> None:
+    told = {"GLOO_SOCKET_IFNAME": "bond1", "HCCL_IF_IP": "10.1.0.7"}
+    processes, files = ranks(tmp_path, "report", 2, first=16, environment=told, status=3)
+    exits = Exits(2)
+    await processes.prepare()
+    await processes.start(exits)
+    assert await exits.complete() == [(16, 3), (17, 3)]
+    assert [json.loads(file.read_text())["network"] for file in files] == [told, told]
+    others, (file,) = ranks(tmp_path, "report", 1, status=0)
+    exits = Exits(1)
+    await others.start(exits)
+    await exits.complete()
+    assert json.loads(file.read_text())["network"] == {}, "the forkserver keeps nothing of it"
 
 
 async def test_a_rank_that_does_not_end_by_itself_is_ended(tmp_path: Path) -> None:

@@ -122,19 +122,3 @@ def test_a_node_that_cannot_take_part_refuses_the_start_of_its_instance(tiny: Ma
         processes.start("p0.1", "model.path=/nowhere")
         assert processes.wait("p0.1") == 2 and processes.wait("p0") == 2
         assert "error: node 1 (127.0.0.2) of p0: model.path=/nowhere" in processes.log("p0")
-
-
-def test_a_node_rank_that_the_instance_has_not(tiny: MakeCheckpoint, tmp_path: Path) -> None:
-    processes = Processes(split_file(tiny, tmp_path))
-    config = next(tmp_path.glob("cluster-*.yaml"))
-    common = ["-m", "longcat_pd.prefill_worker", "--instance", "p0", "--check", "--config", str(config)]
-    try:
-        for number, status in ((2, 2), (-1, 2), (1, 0)):
-            processes.launch("p0.1", [*common, "--node-rank", str(number)])
-            assert processes.wait("p0.1") == status
-            if status:
-                assert f"error: node-rank={number}: the nodes of p0 are 0 ... 1" in processes.log("p0.1")
-        plan = processes.log("p0.1")
-        assert "node 1 of 2, 127.0.0.2: ranks 1 ... 1" in plan and "rank 1 (stage 1)" in plan and "rank 0" not in plan
-    finally:
-        processes.end()
