@@ -42,7 +42,9 @@ def tcp(host: str, port: int | str) -> str:
 
 
 def _numeric(endpoint: str) -> str:
-    """An address to bind, its name replaced by an address of IPv4 where it has one: ZeroMQ binds to numbers only.
+    """An address to bind, its name replaced by an address of IPv4 where it has one.
+
+    ZeroMQ takes a name for that of an interface first, and knows none that has an address of IPv6 alone.
 
     Raises OSError for a name that nobody knows.
     """

@@ -73,13 +73,13 @@ class NodeRoster:
         """A node that is expected; "" for one that is not of this instance."""
         return self._entries[number].title if instance == self._ours.instance and number in self._entries else ""
 
-    def is_complete(self) -> bool:
-        """Whether all have come."""
-        return len(self.present()) == len(self._entries)
+    def absent(self) -> list[NodeEntry]:
+        """Those that are waited for."""
+        return [entry for entry in self._entries.values() if entry.identity is None]
 
     def absence(self) -> LongcatError:
         """Not all have come in time. A ConfigError if all that did not were sent away."""
-        absent = [entry for entry in self._entries.values() if entry.identity is None]
+        absent = self.absent()
         lines = [
             f"{entry.title} did not come within {NODES_COME_S:g} s" + (f"; {entry.refusal}" if entry.refusal else "")
             for entry in absent

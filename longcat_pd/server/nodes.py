@@ -143,6 +143,9 @@ class SeveralNodes:
                 self._socket = None
 
     async def _all_come(self) -> None:
+        absent = self._roster.absent()
+        if absent:
+            log.logger().info("waits_for_nodes", instance=self._spec.name, node=[entry.number for entry in absent])
         try:
             await self._clock.within(NODES_COME_S, self._all_here.wait())
         except TimeoutError:
@@ -151,7 +154,7 @@ class SeveralNodes:
             raise self._refusal
 
     def _see_who_is_here(self) -> None:
-        if self._roster.is_complete() or self._refusal is not None:
+        if not self._roster.absent() or self._refusal is not None:
             self._all_here.set()
         else:  # one has gone again
             self._all_here.clear()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.fault.test_killed import call
 from tests.parity.conftest import MakeCheckpoint
-from tests.processes import Processes, instance_answer, ranks_of, running
+from tests.processes import Processes, instance_answer, ranks_of, ready, running
 from tests.topology import cluster_file, standalone
 
 PROMPT = list(range(20, 120))
@@ -76,6 +76,11 @@ async def test_a_node_and_a_driver_are_killed(tiny: MakeCheckpoint, tmp_path: Pa
         assert await asyncio.to_thread(processes.wait, "d0") == 1
         assert "node 1 (127.0.0.4) of d0 is gone" in processes.log("d0")
         assert all(outcome in ("rank_lost", "draining") for outcome in await asyncio.gather(*under_way))
+        for name in ("d0", "d0.1"):
+            processes.start(name)
+        await ready(processes.http_urls["d0"], topology.client)
+        await ready(topology.url, topology.client)
+        assert isinstance(await call(topology, is_streamed=False), list), "both come back on the same ports"
         processes.signal("p0")
         assert await asyncio.to_thread(processes.wait, "p0.1") == 1
         assert "the driver of p0 at localhost:" in processes.log("p0.1") and "has been silent" in processes.log("p0.1")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -83,6 +85,20 @@ async def test_a_name_is_bound_by_its_address() -> None:
     assert await asyncio.wait_for(heard.recv(), LIMIT_S) == [b"hello"]
     said.close()
     heard.close()
+
+
+def test_a_name_of_both_kinds_of_addresses_is_that_of_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = socket.getaddrinfo
+
+    def resolved(host: str, port: None, **options: Any) -> list[Any]:
+        addresses = {"p0-0.p0": ["::1", "127.0.0.1"], "p0-0.six": ["::1"]}[host]
+        return [entry for address in addresses for entry in real(address, port, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    for name, address in (("p0-0.p0", "127.0.0.1"), ("p0-0.six", "[::1]")):
+        heard = BlockingSocket("pull", tcp(name, "*"), bind=True)
+        assert heard.endpoint.startswith(f"tcp://{address}:")
+        heard.close()
 
 
 def test_a_name_that_nobody_knows_is_an_oserror_that_names_it() -> None:

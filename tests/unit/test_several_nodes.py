@@ -65,10 +65,15 @@ class Wire:
 @dataclass
 class Ranks:
     calls: list[object] = field(default_factory=list)
+    prepared: asyncio.Event = field(default_factory=asyncio.Event)
     on_exit: OnExit = lambda rank, status: None
+
+    def __post_init__(self) -> None:
+        self.prepared.set()
 
     async def prepare(self) -> None:
         self.calls.append("prepare")
+        await self.prepared.wait()
 
     async def start(self, on_exit: OnExit, on_loss: OnFailure) -> None:
         self.on_exit = on_exit
@@ -223,6 +228,20 @@ async def test_a_node_that_goes_before_all_are_there_is_waited_for_again() -> No
     await driver.say(1, replace(HELLO, node=1), life="b")
     await driver.starting
     assert driver.told(1, life="b") == [StartRanks(incarnation="i7")]
+
+
+async def test_a_node_that_goes_while_the_driver_gets_ready_is_waited_for_too() -> None:
+    driver = Driver()
+    driver.own.prepared.clear()
+    await driver.start()
+    for number in (1, 2):
+        await driver.say(number, replace(HELLO, node=number))
+    await driver.say(1, NodeLeft(reason="told to end"))
+    driver.own.prepared.set()
+    await settle()
+    assert driver.told(2) == [] and driver.own.calls == ["prepare"]
+    await driver.say(1, replace(HELLO, node=1), life="b")
+    assert driver.told(1, life="b") == driver.told(2) == [StartRanks(incarnation="i7")]
 
 
 async def test_a_refusal_of_a_node_refuses_the_start_and_names_it() -> None:
