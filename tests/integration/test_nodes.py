@@ -47,6 +47,11 @@ def split_file(tiny: MakeCheckpoint, folder: Path) -> Path:
     )
 
 
+def left_of(processes: Processes, *names: str) -> list[int]:
+    """Orphans."""
+    return [left for name in names for left in processes.left_of(name, grace_s=8.0)]
+
+
 async def test_four_nodes_answer_as_one_engine_and_drain_when_all_are_told_to_end(
     tiny: MakeCheckpoint, tmp_path: Path
 ) -> None:
@@ -65,7 +70,7 @@ async def test_four_nodes_answer_as_one_engine_and_drain_when_all_are_told_to_en
             processes.signal(name, signal.SIGTERM)
         assert (await under_way)["token_ids"] == expected
         assert [await asyncio.to_thread(processes.wait, name) for name in WORKERS] == [0, 0, 0, 0]
-        assert [left for name in WORKERS for left in processes.left_of(name, grace_s=8.0)] == []
+        assert left_of(processes, *WORKERS) == []
 
 
 async def test_a_node_and_a_driver_are_killed(tiny: MakeCheckpoint, tmp_path: Path) -> None:
@@ -76,6 +81,7 @@ async def test_a_node_and_a_driver_are_killed(tiny: MakeCheckpoint, tmp_path: Pa
         assert await asyncio.to_thread(processes.wait, "d0") == 1
         assert "node 1 (127.0.0.4) of d0 is gone" in processes.log("d0")
         assert all(outcome in ("rank_lost", "draining") for outcome in await asyncio.gather(*under_way))
+        assert left_of(processes, "d0", "d0.1") == []
         for name in ("d0", "d0.1"):
             processes.start(name)
         await ready(processes.http_urls["d0"], topology.client)
@@ -84,7 +90,7 @@ async def test_a_node_and_a_driver_are_killed(tiny: MakeCheckpoint, tmp_path: Pa
         processes.signal("p0")
         assert await asyncio.to_thread(processes.wait, "p0.1") == 1
         assert "the driver of p0 at localhost:" in processes.log("p0.1") and "has been silent" in processes.log("p0.1")
-        assert [left for name in WORKERS for left in processes.left_of(name, grace_s=8.0)] == []
+        assert left_of(processes, "p0", "p0.1") == []
 
 
 @contextlib.contextmanager
@@ -113,7 +119,7 @@ def test_a_node_with_another_configuration_is_sent_away_and_one_whose_rank_fails
         assert "ValueError: a defect of the start" in processes.log("p0")
         traces = [processes.log(name).count("Traceback (most recent call last)") for name in ("p0", "p0.1")]
         assert traces == [1, 0]
-        assert [left for name in ("p0", "p0.1") for left in processes.left_of(name, grace_s=8.0)] == []
+        assert left_of(processes, "p0", "p0.1") == []
 
 
 def test_a_node_that_cannot_take_part_refuses_the_start_of_its_instance(tiny: MakeCheckpoint, tmp_path: Path) -> None:
