@@ -95,6 +95,19 @@ def wait_for_end(processes: Sequence[Process], *, timeout_s: float, all_of_them:
     return True
 
 
+def wait_for_news(processes: Sequence[Process], *, fd: int, timeout_s: float) -> None:
+    """Wait until one of the processes has ended, something can be read from ``fd``, or time is over."""
+    with contextlib.ExitStack() as stack:
+        waiting = [_descriptor(process, stack) for process in processes]
+        if None in waiting:
+            return
+        poller = select.poll()
+        for descriptor in (fd, *waiting):
+            assert descriptor is not None
+            poller.register(descriptor, select.POLLIN)
+        poller.poll(max(timeout_s, 0.0) * 1000)
+
+
 def send(process: Process, number: signal.Signals) -> None:
     """Signal exactly this process; nothing happens if it has ended."""
     with contextlib.ExitStack() as stack:

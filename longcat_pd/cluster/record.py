@@ -1,6 +1,7 @@
-"""The run folder of a cluster: who was started, from which file, under which ports; and one verb at a time.
+"""The run folder of a cluster on one machine: who was started, from which file, under which ports; one verb at a time.
 
-``<root>/.run/<name of the YAML>/``: ``state.json``, ``lock`` and the logs. Starts and ends nothing.
+``<root>/.run/<name of the YAML>/``, or ``<hosts.path>/run/<name>/``: ``state.json``, ``lock``, ``cluster.yaml`` as the
+services read it, and the logs. Starts and ends nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from longcat_pd.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What ``start`` began. ``drain_s``: how long the services may take to end by themselves."""
+    """What ``start`` began. ``drain_s``: how long the services may take to end by themselves; ``tree``: the folder of the
+    code that they run.
+    """
 
     config: str
     url: str
     drain_s: float
     ports: tuple[PortUse, ...]
     processes: tuple[Process, ...]
+    tree: str = ""
 
     @property
     def alive(self) -> list[Process]:
@@ -40,12 +44,16 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.config = path / "cluster.yaml"
         self._file = path / "state.json"
 
     @contextmanager
     def one_at_a_time(self) -> Iterator[None]:
         """Keep other verbs that change something out. Raises ConfigError at once if one is at work."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{self.path}: the run folder cannot be made: {error.strerror}") from error
         with (self.path / "lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

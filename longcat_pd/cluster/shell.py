@@ -197,7 +197,7 @@ _LINK_FAULTS = (
 def _why_not_let_in(stderr: str, hosts: HostsConfig) -> str:
     user = hosts.user or "this user"
     key = hosts.identity_file or "no key of ssh's own"
-    if hosts.identity_file and "not accessible" in stderr:
+    if hosts.identity_file and re.search("not accessible|no such identity", stderr):
         return f"permission denied: hosts.identity_file={key} cannot be read"
     if "UNPROTECTED PRIVATE KEY" in stderr or "bad permissions" in stderr:
         return f"permission denied: ssh ignores the key {key}, which others can read; chmod 600 it"

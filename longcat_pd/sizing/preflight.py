@@ -122,12 +122,18 @@ def memory_findings(spec: InstanceSpec, ranks: tuple[RankMemory, ...], *, availa
         yield f"{head}, {available_bytes / GIB:.1f} available: {show_parts(parts)}"
 
 
-def total_memory_findings(specs: Sequence[InstanceSpec], *, available_bytes: int) -> Iterator[str]:
-    """Refusal when instances that share a machine, each of which fits, do not fit together."""
+def total_memory_findings(
+    specs: Sequence[InstanceSpec], *, available_bytes: int, nodes: Sequence[str] = ()
+) -> Iterator[str]:
+    """Refusal when instances that share a machine, each of which fits, do not fit together.
+
+    ``nodes``: its addresses; only ranks on them count. None: all ranks do.
+    """
     needs = {spec.name: 0 for spec in specs}
     for spec in specs:
-        ranks = instance_memory(spec, ModelConfig.load(spec.model.path))
-        needs[spec.name] = sum(rank.machine_bytes for rank in ranks)
+        here = [not nodes or node in nodes for node in spec.nodes or ("",)]
+        for rank in instance_memory(spec, ModelConfig.load(spec.model.path)):
+            needs[spec.name] += rank.machine_bytes * here[rank.rank // spec.ranks_per_node]
     if sum(needs.values()) > available_bytes:
         shares = ", ".join(f"{name} {need / GIB:.1f}" for name, need in needs.items())
         yield f"all instances need {sum(needs.values()) / GIB:.1f} GiB, {available_bytes / GIB:.1f} available: {shares}"

@@ -54,6 +54,7 @@ def free_base() -> int:
 def config(tmp_path: Path) -> Path:
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "config.json").write_text(json.dumps(CHECKPOINT))
+    (tmp_path / "weights" / "model.safetensors").touch()
     sections = {
         "model": {"path": "weights"},
         "load_balancer": {"port": free_base()},
@@ -67,16 +68,17 @@ def config(tmp_path: Path) -> Path:
 
 # The verbs in a process of their own, with scripts in place of the services.
 VERBS = """
-import sys
-from longcat_pd.cluster import __main__ as verbs
+import dataclasses, sys
+from longcat_pd.cluster import __main__ as verbs, machines
 
-real = verbs._services
+real = machines.services
 
-def services(cluster, url):
-    for name, _, ready_url in real(cluster, url):
-        yield name, ["stand_in_" + name, ready_url.rsplit(":", 1)[1]], ready_url
+def services(config):
+    for service in real(config):
+        port = service.url.rsplit(":", 1)[1]
+        yield dataclasses.replace(service, arguments=("-m", "stand_in_" + service.name, port))
 
-verbs._services = services
+machines.services = services
 sys.exit(verbs.main())
 """
 
@@ -143,7 +145,7 @@ def test_start_status_logs_stop(run: Runner) -> None:
     assert shown.count("The server is fired up and ready to roll!") == 3
 
     assert run("start") == 2
-    assert "already running: p0 (pid" in run.err
+    assert "already running: d0 (pid" in run.err
 
     other = RunFolder(run.folder.path.parent / "other")
     assert [state.config for state in other.others()] == [str(run.config)], "who stops another is told of this one"

@@ -1,0 +1,114 @@
+"""The agent's ``start``: what stands against it on this machine, then its services, until the whole cluster is ready.
+
+Ends what it began unless it is told to keep it: also when whoever gave the job is gone.
+"""
+
+from __future__ import annotations
+
+import http.client
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from longcat_pd.cluster import agent_checks
+from longcat_pd.cluster.agent_stop import end_all
+from longcat_pd.cluster.jobs import Answer, Ended, Event, Found, Gone, Job, Orders, Started, named
+from longcat_pd.cluster.processes import Children, Process, kill_sessions, wait_for_news
+from longcat_pd.cluster.ready import LogWatch, ask, reasons
+from longcat_pd.cluster.record import RunFolder, State, last_lines
+from longcat_pd.config.services import BALANCER, Service
+
+DECISION_S = 900.0  # until all machines of a cluster have told what stands against a start
+LOOK_S = 0.5  # between two looks at /ready and the logs; the end of a process is noticed at once
+FAILED_DRAIN_S = 5.0  # what never served has nothing to finish
+LAST_LINES = 25
+
+Say = Callable[[Event], None]
+
+
+def start(job: Job, orders: Orders, say: Say) -> None:
+    """Say what was found; after ``go`` start, and say what happens; after ``keep`` leave it running."""
+    folder = RunFolder(Path(job.folder))
+    with folder.one_at_a_time():
+        before = folder.read()
+        alive = before.alive if before is not None else []
+        if before is not None and not alive:
+            kill_sessions(before.processes)  # left behind by processes that died
+        findings = () if alive else tuple(agent_checks.findings(job, folder))
+        names = named((process.name, process.pid) for process in alive)
+        say(Event(found=Found(is_recorded=before is not None, alive=names, findings=findings)))
+        order = orders.next(DECISION_S)
+        if order is None or order.verb != "go" or alive or findings:
+            return
+        children = Children()
+        state = _launch_all(job, folder, children=children, say=say)
+        if not _is_kept(state, children, orders=orders, say=say):
+            say(Event(stopped=end_all(folder, state, within_s=FAILED_DRAIN_S)))
+
+
+def _launch_all(job: Job, folder: RunFolder, *, children: Children, say: Say) -> State:
+    """Start every service and record each one at once, so that whatever happens now, ``stop`` finds it."""
+    state = State(
+        config=job.config,
+        url=job.url,
+        drain_s=job.drain_s,
+        ports=job.ports,
+        processes=(),
+        tree=str(Path(__file__).parents[2]),
+    )
+    for service in job.services:
+        log = Path(job.logs) / f"{service.name}.log"
+        process = children.launch(service.name, _command(service, job, folder), log=log, ready_url=service.url)
+        state = State(**{**vars(state), "processes": (*state.processes, process)})
+        folder.write(state)
+        say(Event(started=Started(service=process.name, pid=process.pid, log=process.log)))
+    return state
+
+
+def _command(service: Service, job: Job, folder: RunFolder) -> list[str]:
+    """The service with its environment, which is laid over that of the setup files."""
+    command = [sys.executable, *service.arguments, "--config", str(folder.config)]
+    command = ["env", *(f"{key}={value}" for key, value in service.env.items()), *command]
+    if not job.setup_files:
+        return command
+    sourced = (f"source {name} || {{ echo error: {name} failed; exit 2; }}" for name in map(shlex.quote, job.setup_files))
+    script = "\n".join(['command=("$@")', "set --", *sourced, 'exec "${command[@]}"'])
+    return ["bash", "-c", script, "bash", *command]
+
+
+def _is_kept(state: State, children: Children, *, orders: Orders, say: Say) -> bool:
+    """Tell what happens until an order comes; whether that is to keep what was started."""
+    running = list(state.processes)
+    logs = {process.name: LogWatch(process.log) for process in running}
+    balancer = next((process for process in running if process.name == BALANCER), None)
+    said = Answer(is_ready=False, reasons=())
+    try:
+        while True:
+            if balancer in running and balancer is not None:
+                answer = _answer(balancer)
+                if answer != said:
+                    said = answer
+                    say(Event(answer=answer))
+            for name in [name for name, log in logs.items() if log.look()]:
+                say(Event(ready=name))
+            wait_for_news(running, fd=orders.fd, timeout_s=LOOK_S)
+            for process in [process for process in running if not process.is_alive]:
+                running.remove(process)
+                say(Event(ended=_ended(process, children)))
+            if (order := orders.next(0.0)) is not None:
+                return order.verb == "keep"
+    except Gone:
+        return False
+
+
+def _answer(balancer: Process) -> Answer:
+    status, answer = ask(balancer.ready_url)
+    return Answer(is_ready=status == http.client.OK, reasons=tuple(reasons(answer)))
+
+
+def _ended(process: Process, children: Children) -> Ended:
+    status = children.exit_status(process)
+    assert status is not None, "a process that is not alive can be waited for"
+    lines = tuple(last_lines(process.log, LAST_LINES))
+    return Ended(service=process.name, status=status, log=process.log, lines=lines)

@@ -1,0 +1,98 @@
+"""``run_pd.sh status`` and ``run_pd.sh logs``: what runs on every machine of a cluster, and what it has written."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import time
+from collections.abc import Mapping
+
+from longcat_pd.cluster.jobs import LogPart, Row, Seen
+from longcat_pd.cluster.machines import Cluster, Machine, running_cluster_of
+from longcat_pd.cluster.sessions import Session, Sessions
+from longcat_pd.cluster.telling import EXIT_FAILED, EXIT_NOT_RUNNING, EXIT_OK, complain, not_running, say
+from longcat_pd.config.services import balancer_url, services
+from longcat_pd.errors import ConfigError
+
+ANSWER_S = 60.0  # for a machine to look at its services, once it is connected
+
+
+def no_arguments(parser: argparse.ArgumentParser) -> None:
+    """Status takes nothing of its own."""
+    del parser
+
+
+def log_arguments(parser: argparse.ArgumentParser) -> None:
+    """What logs takes."""
+    parser.add_argument("--lines", type=int, default=20, help="of each log")
+    parser.add_argument("--follow", action="store_true", help="go on until interrupted")
+    parser.add_argument("--node", metavar="ADDRESS", help="of this machine only")
+
+
+def status(options: argparse.Namespace) -> int:
+    """Each service: whether it is ready, and why not. Exit status: 0 all are, 3 nothing was started, 1 else."""
+    cluster = running_cluster_of(options)
+    with Sessions([(machine, cluster.agent("status"), cluster.job(machine)) for machine in cluster.machines]) as sessions:
+        seconds = cluster.config.hosts.connect_timeout_s + ANSWER_S
+        seen = {s.machine: answer for s, answer in sessions.collect(lambda e: e.seen, timeout_s=seconds).items()}
+        problems = {s.machine: s.refusal or s.problem or "" for s in sessions.all if s.machine not in seen}
+    if not problems and not any(answer.is_recorded for answer in seen.values()):
+        say(not_running(cluster.name, dict.fromkeys(other for answer in seen.values() for other in answer.others)))
+        return EXIT_NOT_RUNNING
+    return _show(cluster, seen, problems)
+
+
+def _show(cluster: Cluster, seen: Mapping[Machine, Seen], problems: Mapping[Machine, str]) -> int:
+    say(f"{cluster.name}: {cluster.file}, {balancer_url(cluster.config)}")
+    rows = {row.service: row for answer in seen.values() for row in answer.rows}
+    is_alone, is_ready = len(cluster.machines) == 1, True
+    for service in services(cluster.config):
+        machine = next(machine for machine in cluster.machines if service.node in machine.nodes)
+        row = rows.get(service.name)
+        is_ready = is_ready and row is not None and row.is_ready
+        where = "" if is_alone else f"{service.node:<15} "
+        say(f"  {service.name:<12} {where}{_shown(row, problems.get(machine))}")
+        for line in row.ready_lines if row is not None else ():
+            say(f"  {'':<12} {line}")
+    return EXIT_OK if is_ready else EXIT_FAILED
+
+
+def _shown(row: Row | None, problem: str | None) -> str:
+    if row is not None:
+        return f"pid {row.pid:<8} {row.condition}"
+    return "not started" if problem is None else f"unknown: the machine cannot be asked: {problem}"
+
+
+def logs(options: argparse.Namespace) -> int:
+    """The last lines of every log. Exit status: 0, 3 there are no logs, 1 not all machines could be asked."""
+    cluster = running_cluster_of(options)
+    machines = [machine for machine in cluster.machines if options.node in (None, *machine.nodes)]
+    if not machines:
+        known = ", ".join(node for machine in cluster.machines for node in machine.nodes)
+        raise ConfigError(f"--node {options.node}: not a machine of {cluster.name}; known: {known}")
+    asked = [(m, cluster.agent("logs"), cluster.job(m, lines=options.lines, is_followed=options.follow)) for m in machines]
+    seconds = math.inf if options.follow else cluster.config.hosts.connect_timeout_s + ANSWER_S
+    found = False
+    with Sessions(asked) as sessions, contextlib.suppress(KeyboardInterrupt):
+        for session, event in sessions.news(time.monotonic() + seconds):
+            if event is not None and event.part is not None:
+                found = True
+                _tell(event.part, session, cluster=cluster, is_followed=options.follow)
+    problems = [session for session in sessions.all if session.problem is not None]
+    for session in problems:
+        complain(f"error: {session.machine.name}: {session.refusal or session.problem}")
+    if not found and not problems:
+        say(f"{cluster.name} has no logs in {cluster.job(machines[0]).logs}")
+        return EXIT_NOT_RUNNING
+    return EXIT_FAILED if problems else EXIT_OK
+
+
+def _tell(part: LogPart, session: Session, *, cluster: Cluster, is_followed: bool) -> None:
+    """Whole logs one after the other, or lines as they come, each with its service."""
+    if is_followed:
+        for line in part.lines:
+            say(f"{part.service:<12} | {line}")
+        return
+    where = "" if len(cluster.machines) == 1 else f"{session.machine.name}: "
+    say("\n".join([f"==> {where}{part.log} <==", *part.lines, ""]))

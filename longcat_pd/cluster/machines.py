@@ -1,0 +1,152 @@
+"""The machines of a cluster as the operator's machine sees them: how each is reached, and what its agent is told.
+
+Addresses of this machine make one machine together. Starts nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from longcat_pd.cluster.jobs import Job
+from longcat_pd.cluster.shell import LocalShell, SshShell, is_this_machine
+from longcat_pd.config.checks import pools
+from longcat_pd.config.resolve import as_json, load, unresolved
+from longcat_pd.config.schema import ClusterConfig
+from longcat_pd.config.services import balancer_url, nodes_of, ports_of_node, services
+from longcat_pd.errors import ConfigError
+
+DRAIN_MARGIN_S = 15.0
+
+# $1 hosts.path, $2 interpreter or nothing, $3 the verb. Where ``current`` leads to is looked up once: it may be switched.
+_AGENT = """\
+if ! cd "$1/current" 2>/dev/null || [ ! -f longcat_pd/cluster/agent.py ]; then
+  echo "no code in $1/current; run 'run_pd.sh code' first" >&2; exit 2
+fi
+tree=$(pwd -P)
+python=${2:-$tree/.venv/bin/python}
+if [ ! -x "$python" ]; then
+  echo "no interpreter $python; run 'run_pd.sh code' first, or set hosts.python" >&2; exit 2
+fi
+cd "$tree" && exec env PYTHONPATH="$tree" "$python" -m longcat_pd.cluster.agent "$3"
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One machine and its addresses in the configuration."""
+
+    shell: LocalShell | SshShell
+    nodes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Its first address."""
+        return self.nodes[0]
+
+
+class Memory:
+    """The configuration of what was started from here, so that the other verbs need no options to find it again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "started.yaml"
+
+    @property
+    def file(self) -> Path | None:
+        """None: nothing is known to run."""
+        return self._file if self._file.is_file() else None
+
+    def write(self, text: str) -> None:
+        """Remember, whole or not at all."""
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        new = self._file.with_suffix(".new")
+        new.write_text(text, encoding="utf-8")
+        new.replace(self._file)
+
+    def clear(self) -> None:
+        """Nothing of it runs any more."""
+        self._file.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """A configuration and where it runs. ``file``: as the operator named it; ``text``: what it says, overrides included."""
+
+    file: Path
+    root: Path
+    text: str
+    config: ClusterConfig
+    machines: tuple[Machine, ...]
+
+    @property
+    def name(self) -> str:
+        """Two clusters of one name are one."""
+        return self.file.stem
+
+    @property
+    def memory(self) -> Memory:
+        """What is known here of what was started."""
+        return _memory(self.root, self.file)
+
+    def job(self, machine: Machine, *, lines: int = 0, is_followed: bool = False) -> Job:
+        """What the agent of one of its machines is told."""
+        config, path = self.config, self.config.hosts.path
+        folder = f"{path.rstrip('/')}/run/{self.name}" if path else str(self.root / ".run" / self.name)
+        return Job(
+            config=str(self.file),
+            text=self.text,
+            folder=folder,
+            logs=config.log_dir or folder,
+            url=balancer_url(config),
+            nodes=machine.nodes,
+            services=tuple(service for service in services(config) if service.node in machine.nodes),
+            ports=tuple(use for node in machine.nodes for use in ports_of_node(config, node)),
+            setup_files=config.hosts.setup_files,
+            drain_s=DRAIN_MARGIN_S + max(pool.engine.drain_timeout_s for _, pool in pools(config)),
+            lines=lines,
+            is_followed=is_followed,
+        )
+
+    def agent(self, verb: str) -> Sequence[str]:
+        """The command of an agent: this very program, unless the machines have a tree of their own."""
+        hosts = self.config.hosts
+        if not hosts.path:
+            return [sys.executable, "-m", "longcat_pd.cluster.agent", verb]
+        return ["sh", "-c", _AGENT, "sh", hosts.path.rstrip("/"), hosts.python, verb]
+
+
+def cluster_of(options: argparse.Namespace) -> Cluster:
+    """What the options name. Needs the checkpoint's config.json only if this machine has it. Raises ConfigError."""
+    config = unresolved(options.config, options.overrides)
+    if (Path(config.model.path) / "config.json").is_file():
+        config = load(options.config, options.overrides)
+    return _cluster(options, config, as_json(options.config, options.overrides))
+
+
+def running_cluster_of(options: argparse.Namespace) -> Cluster:
+    """What was started under the name of the options' file, as it was then; if nothing is known of it, what they name."""
+    file = _memory(options.root, options.config).file
+    if file is None:
+        return _cluster(options, unresolved(options.config, options.overrides), as_json(options.config, options.overrides))
+    return _cluster(options, unresolved(file), as_json(file))
+
+
+def _memory(root: Path, file: Path) -> Memory:
+    return Memory(root / ".run" / file.stem)
+
+
+def _cluster(options: argparse.Namespace, config: ClusterConfig, text: str) -> Cluster:
+    nodes = nodes_of(config)
+    here = tuple(node for node in nodes if is_this_machine(node))
+    others = [node for node in nodes if node not in here]
+    if others and not config.hosts.path:
+        raise ConfigError(f"hosts.path: needed for {', '.join(others)}, which is not this machine", param="hosts.path")
+    if others and shutil.which("ssh") is None:
+        raise ConfigError(f"ssh is not on PATH, and {', '.join(others)} is not this machine")
+    machines = [Machine(shell=LocalShell(node=here[0]), nodes=here)] if here else []
+    machines += [Machine(shell=SshShell(node=node, hosts=config.hosts), nodes=(node,)) for node in others]
+    return Cluster(file=options.config, root=options.root, text=text, config=config, machines=tuple(machines))
