@@ -18,6 +18,7 @@ from longcat_pd.cluster.processes import Children, Process, kill_sessions, wait_
 from longcat_pd.cluster.ready import LogWatch, ask, reasons
 from longcat_pd.cluster.record import RunFolder, State, last_lines
 from longcat_pd.config.services import BALANCER, Service
+from longcat_pd.errors import ConfigError
 
 DECISION_S = 900.0  # until all machines of a cluster have told what stands against a start
 LOOK_S = 0.5  # between two looks at /ready and the logs; the end of a process is noticed at once
@@ -42,7 +43,12 @@ def start(job: Job, orders: Orders, say: Say) -> None:
         if order is None or order.verb != "go" or alive or findings:
             return
         children = Children()
-        state = _launch_all(job, folder, children=children, say=say)
+        try:
+            state = _launch_all(job, folder, children=children, say=say)
+        except OSError as error:  # no room for a log, or for the record
+            kill_sessions(children.processes)
+            folder.clear()
+            raise ConfigError(f"nothing can be started: {error}") from error
         if not _is_kept(state, children, orders=orders, say=say):
             say(Event(stopped=end_all(folder, state, within_s=FAILED_DRAIN_S)))
 

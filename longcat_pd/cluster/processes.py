@@ -67,6 +67,11 @@ class Children:
         self._handles[process] = handle
         return process
 
+    @property
+    def processes(self) -> list[Process]:
+        """All that were started, also those that have ended."""
+        return list(self._handles)
+
     def exit_status(self, process: Process) -> int | None:
         """Exit status as a shell shows it (128 + n after signal n); None while it runs."""
         code = self._handles[process].poll()

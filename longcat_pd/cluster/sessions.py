@@ -77,6 +77,7 @@ class Session:
                 events.append(from_json(Event, line))
             except MalformedRecord:  # something that a shell says when it starts
                 self._said += line
+        self.refusal = next((event.refused for event in events if event.refused is not None), self.refusal)
         return events
 
     def end(self) -> None:
@@ -169,12 +170,10 @@ class Sessions:
             self.send(Order(verb="still"))
 
     def collect(self, pick: Callable[[Event], R | None], *, timeout_s: float) -> dict[Session, R]:
-        """One answer of each agent, if it gives one; a session that gives none in time has a ``problem``."""
+        """One answer of each agent, in their order; a session that gives none in time has a ``problem``."""
         answers: dict[Session, R] = {}
         deadline = time.monotonic() + timeout_s
         for session, event in self.news(deadline):
-            if event is not None and event.refused is not None:
-                session.refusal = event.refused
             if event is not None and (answer := pick(event)) is not None:
                 answers[session] = answer
             if all(session in answers or session.is_over for session in self.all):
@@ -182,4 +181,4 @@ class Sessions:
         for session in self.open:
             if session not in answers:
                 session.problem = f"no answer within {timeout_s:g} s"
-        return answers
+        return {session: answers[session] for session in self.all if session in answers}

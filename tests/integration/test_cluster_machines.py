@@ -1,0 +1,308 @@
+"""The verbs of run_pd.sh over several machines: a stand-in for ssh gives each address a folder of its own on this one.
+
+What the stand-in cannot show, real sshd and real links, is in ``tests/hosts``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from longcat_pd.cluster.processes import kill_sessions
+from longcat_pd.cluster.record import RunFolder
+from tests.clone import ROOT
+from tests.integration.test_cluster import SERVICE, sessions
+from tests.ports import free_base
+from tests.unit.test_resolve import CHECKPOINT
+
+D0, D1, P0 = "10.77.0.1", "10.77.0.2", "10.77.0.3"  # decode instance on two machines; prefill and the balancer
+
+# Takes the place of ssh: the command runs here, with the machine's own folder wherever hosts.path is named. A file
+# NODE.fault is what ssh says when it fails.
+SSH = """#!/bin/bash
+while [[ "$1" != -- ]]; do shift; done
+rig={rig} node="$2" command="$3"
+if [[ -e "$rig/$node.fault" ]]; then cat "$rig/$node.fault" >&2; exit 255; fi
+echo $$ > "$rig/$node.ssh"
+exec bash -c "${{command//$rig\\/root/$rig\\/$node}}" < <(exec sed -u "s|$rig/root|$rig/$node|g" 2>/dev/null)
+"""
+
+# The verbs in a process of their own, with scripts in place of the services; they listen on loopback.
+VERBS = """
+import dataclasses, sys
+from longcat_pd.cluster import __main__ as verbs, machines
+
+real_services, real_ports = machines.services, machines.ports_of_node
+
+def services(config):
+    for service in real_services(config):
+        port = service.url.rpartition(":")[2]
+        url = "http://127.0.0.1:" + port if port else ""
+        script = sys.argv[1] + "/" + service.name + ".py"
+        yield dataclasses.replace(service, arguments=(script, port), url=url)
+
+def ports_of_node(config, node):
+    return tuple(use._replace(host="127.0.0.1") for use in real_ports(config, node))
+
+machines.services, machines.ports_of_node = services, ports_of_node
+sys.exit(verbs.main(sys.argv[2:]))
+"""
+WAITS = "import signal; signal.pause()"
+ENDS = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); signal.pause()"
+CLEAN = SERVICE.replace('subprocess.Popen(["sleep", "600"])\n', "")  # ends without leaving a child
+assert CLEAN != SERVICE
+
+
+class Rig:
+    """Three machines. ``out`` and ``err`` are what the last verb said."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = folder / "small.yaml"
+        self.scripts = {"p0": CLEAN, "d0": CLEAN, "d0.1": ENDS, "balancer": CLEAN}
+        self.out = self.err = ""
+        (folder / "bin").mkdir()
+        (folder / "bin" / "ssh").write_text(SSH.format(rig=shlex.quote(str(folder))))
+        (folder / "bin" / "ssh").chmod(0o755)
+        (folder / "weights").mkdir()
+        (folder / "weights" / "config.json").write_text(json.dumps(CHECKPOINT))
+        (folder / "weights" / "model.safetensors").touch()
+        for node in (D0, D1, P0):
+            (folder / node).mkdir()
+            (folder / node / "current").symlink_to(ROOT)
+        base = free_base(30)
+        self.tree = {
+            "model": {"path": "weights"},
+            "load_balancer": {"port": base},
+            "hosts": {"path": f"{folder}/root", "python": sys.executable},
+            "prefill": {"instances": [{"name": "p0", "http_port": base + 10, "nodes": [P0]}]},
+            "decode": {
+                "parallel": {"kvp_size": 2, "attn_tp_size": 2},
+                "instances": [{"name": "d0", "http_port": base + 20, "nodes": [D0, D1]}],
+            },
+        }
+
+    def begin(self, verb: str, *rest: str) -> subprocess.Popen[str]:
+        self.config.write_text(json.dumps(self.tree))
+        for name, script in self.scripts.items():
+            (self.folder / f"{name}.py").write_text(script)
+        path = f"{self.folder}/bin:{os.environ['PATH']}"
+        options = ["--root", str(self.folder), verb, str(self.config), *rest]
+        return subprocess.Popen(
+            [sys.executable, "-c", VERBS, str(self.folder), *options],
+            cwd=ROOT,
+            env={**os.environ, "PATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def end(self, process: subprocess.Popen[str]) -> int:
+        self.out, self.err = process.communicate(timeout=90)
+        return process.returncode
+
+    def __call__(self, verb: str, *rest: str) -> int:
+        return self.end(self.begin(verb, *rest))
+
+    def run_folder(self, node: str) -> RunFolder:
+        return RunFolder(self.folder / node / "run" / "small")
+
+    def pids(self) -> dict[str, int]:
+        states = [self.run_folder(node).read() for node in (D0, D1, P0)]
+        return {process.name: process.pid for state in states if state is not None for process in state.processes}
+
+    def fault(self, node: str, text: str) -> None:
+        (self.folder / f"{node}.fault").write_text(text)
+
+    def mend(self, node: str) -> None:
+        (self.folder / f"{node}.fault").unlink()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path)
+    yield rig
+    for node in (D0, D1, P0):
+        state = rig.run_folder(node).read()
+        if state is not None:
+            kill_sessions(state.processes)
+
+
+def test_start_status_logs_restart_stop(rig: Rig) -> None:
+    assert rig("start") == 0, rig.err
+    assert f"started d0.1 on {D1}, pid" in rig.out
+    port = rig.tree["load_balancer"]["port"]
+    assert f"ready: http://127.0.0.1:{port}" in rig.out
+    begun = rig.pids()
+    assert begun.keys() == {"d0", "d0.1", "p0", "balancer"}
+    assert set(begun.values()) <= sessions()
+    assert len({rig.run_folder(node).path for node in (D0, D1, P0)}) == 3
+
+    assert rig("start") == 2
+    running = [f"{name} (pid {begun[name]}) on {node}" for name, node in (("d0", D0), ("d0.1", D1), ("p0", P0))]
+    assert all(text in rig.err for text in running), rig.err
+    assert rig.pids() == begun, "the second start changed nothing"
+
+    assert rig("status") == 0
+    assert rig.out.count("ready, ranks 2/2") == 3
+    assert f"d0.1         {D1}       pid {begun['d0.1']}" in rig.out
+
+    assert rig("logs", "--lines", "3") == 0
+    assert f"==> {D1}: " in rig.out
+    assert rig("logs", "--node", P0) == 0
+    assert "d0.log" not in rig.out
+
+    assert rig("restart") == 0, rig.err
+    again = rig.pids()
+    assert again.keys() == begun.keys()
+    assert not set(again.values()) & set(begun.values())
+    assert not set(begun.values()) & sessions()
+
+    assert rig("stop") == 0, rig.out + rig.err
+    assert rig.out == "stopped\n"
+    assert not set(again.values()) & sessions()
+    assert rig.pids() == {}
+    assert rig("status") == 3
+
+
+def test_machines_that_cannot_be_reached_are_all_named_and_nothing_is_started(rig: Rig) -> None:
+    rig.fault(D0, "ssh: connect to host 10.77.0.1 port 22: Connection refused")
+    rig.fault(P0, f"No ED25519 host key is known for {P0} and you have requested strict checking.")
+    assert rig("start") == 2
+    assert f"error: {D0}: connection refused on port 22" in rig.err
+    assert f"error: {P0}: the host key of {P0} is not in the known hosts of ssh: ask for it over a safe way" in rig.err
+    assert rig.pids() == {}
+    assert list(rig.folder.glob("10.*/run/*/*.log")) == []
+
+
+def test_what_all_machines_have_against_a_start_comes_at_once(rig: Rig) -> None:
+    (rig.folder / "weights" / "model.safetensors").unlink()
+    rig.tree["hosts"]["setup_files"] = [f"{rig.folder}/set_env.sh"]
+    port = rig.tree["decode"]["instances"][0]["http_port"]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", port + 2))
+        listener.listen()
+        assert rig("start") == 2
+    assert f"error: {D0}: decode.instances[0].http_port={port + 2}: port {port + 2}" in rig.err
+    assert f"error: {D0}, {D1}, {P0}: hosts.setup_files: {rig.folder}/set_env.sh is not there" in rig.err
+    assert "has neither model.safetensors.index.json nor model.safetensors" in rig.err
+    assert rig.pids() == {}
+
+    (rig.folder / P0 / "current").unlink()
+    assert rig("start") == 2
+    assert f"error: {P0}: no code in {rig.folder}/{P0}/current; run 'run_pd.sh code' first" in rig.err
+
+
+def test_setup_files_are_sourced_and_the_environment_is_laid_over(rig: Rig) -> None:
+    file = rig.folder / "set_env.sh"
+    file.write_text("export FROM_FILE=yes OF_BOTH=file; test $# -eq 0")
+    rig.tree["hosts"]["setup_files"] = [str(file)]
+    rig.tree["env"] = {"OF_BOTH": "env"}
+    rig.scripts["p0"] = f"import os; print([os.environ[k] for k in ('FROM_FILE', 'OF_BOTH')], flush=True)\n{CLEAN}"
+    assert rig("start") == 0, rig.err
+    assert "['yes', 'env']" in (rig.run_folder(P0).path / "p0.log").read_text()
+    assert rig("stop") == 0
+
+
+def test_a_service_that_ends_names_its_machine_and_ends_all_others(rig: Rig) -> None:
+    rig.scripts["d0.1"] = 'import sys; print("error: no card 3", flush=True); sys.exit(2)'
+    rig.scripts["balancer"] = WAITS
+    assert rig("start") == 2
+    assert f"the start failed: d0.1 on {D1} ended with status 2" in rig.err
+    assert "error: no card 3" in rig.err
+    assert rig.out.endswith("stopped\n")
+    assert rig.pids() == {}
+    assert f"started p0 on {P0}" in rig.out, "another machine had something to end"
+    assert not any(str(rig.folder) in line for line in _commands())
+
+
+def test_a_machine_that_is_lost_during_a_start_ends_it_everywhere(rig: Rig) -> None:
+    rig.scripts["balancer"] = WAITS
+    starting = rig.begin("start")
+    assert starting.stdout is not None
+    shown = ""
+    while "started balancer" not in shown:
+        shown += starting.stdout.readline()
+    agent = int((rig.folder / f"{D1}.ssh").read_text())
+    os.kill(agent, signal.SIGKILL)
+    assert rig.end(starting) == 1
+    assert f"the start failed: {D1}: the agent ended with status 137" in rig.err
+    assert rig.pids() == {}, "what the lost agent had begun was found and ended too"
+    assert not any(str(rig.folder) in line for line in _commands())
+
+
+def test_without_the_one_who_asked_nothing_stays_half_started(rig: Rig) -> None:
+    rig.scripts["balancer"] = WAITS
+    starting = rig.begin("start")
+    assert starting.stdout is not None
+    shown = ""
+    while "started balancer" not in shown:
+        shown += starting.stdout.readline()
+    starting.kill()
+    rig.end(starting)
+    deadline = time.monotonic() + 30
+    while rig.pids() or any(str(rig.folder) in line for line in _commands()):
+        assert time.monotonic() < deadline, (rig.pids(), _commands())
+        time.sleep(0.1)
+
+
+def test_ctrl_c_ends_what_was_started(rig: Rig) -> None:
+    rig.scripts["balancer"] = WAITS
+    starting = rig.begin("start")
+    assert starting.stdout is not None
+    shown = ""
+    while "started balancer" not in shown:
+        shown += starting.stdout.readline()
+    starting.send_signal(signal.SIGINT)
+    assert rig.end(starting) == 1
+    assert "interrupted: stopping what was started" in rig.out
+    assert rig.pids() == {}
+
+
+def test_stop_names_machines_that_cannot_be_reached_and_stops_the_others(rig: Rig) -> None:
+    assert rig("start") == 0, rig.err
+    begun = rig.pids()
+    rig.fault(D1, f"ssh: connect to host {D1} port 22: No route to host")
+    assert rig("status") == 1
+    assert f"d0.1         {D1}       unknown: the machine cannot be asked: no route to it" in rig.out
+    assert rig("stop") == 1
+    assert f"error: {D1}: not stopped: no route to it" in rig.err
+    assert rig.pids() == {"d0.1": begun["d0.1"]}
+    rig.mend(D1)
+    assert rig("start") == 2
+    assert f"already running: d0.1 (pid {begun['d0.1']}) on {D1}" in rig.err
+    assert rig("stop") == 0, rig.out + rig.err
+    assert rig.pids() == {}
+
+
+def test_machines_as_a_list_and_a_start_that_is_found_again_without_it(rig: Rig) -> None:
+    rig.tree["prefill"]["instances"][0].pop("nodes")
+    testpath = rig.tree["hosts"].pop("path")
+    assert rig("start", "--testpath", testpath, "--iplist", f"{D0} {D1}") == 2
+    assert "--iplist: has 2 addresses, small.yaml needs 3: decode.instances.0 2, prefill.instances.0 1" in rig.err
+    assert rig("start", "--testpath", testpath, "--iplist", f"{D0} {D1} {P0}") == 0, rig.err
+    assert rig("status") == 0, rig.out
+    assert rig("stop") == 0
+    assert rig.pids() == {}
+
+
+def _commands() -> list[str]:
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if "pytest" not in text:
+            found.append(text)
+    return found
