@@ -96,8 +96,11 @@ def _refuse_what_runs_elsewhere(before: Cluster, cluster: Cluster) -> None:
         return
     with Sessions([(machine, before.agent("status"), before.job(machine)) for machine in left]) as sessions:
         seen = sessions.collect(lambda event: event.seen, timeout_s=_answer_s(before))
+        silent = [session for session in sessions.all if session not in seen]
     rows = [(session.machine.name, row) for session, answer in seen.items() for row in answer.rows if row.is_alive]
     alive = [f"{row.service} (pid {row.pid}) on {machine}" for machine, row in rows]
+    for session in silent:
+        complain(f"warning: {session.machine.name} was part of {cluster.name} and cannot be asked: {session.problem}")
     if alive:
         raise ConfigError(f"{cluster.name} is already running: {', '.join(alive)}; stop it first")
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ from tests.ports import free_base
 from tests.unit.test_resolve import CHECKPOINT
 
 D0, D1, P0 = "10.77.0.1", "10.77.0.2", "10.77.0.3"  # decode instance on two machines; prefill and the balancer
+
+SERVICES = {"d0": D0, "d0.1": D1, "p0": P0, "balancer": P0}
 
 # Takes the place of ssh: the command runs here, with the machine's own folder wherever hosts.path is named. A file
 # NODE.fault is what ssh says when it fails.
@@ -58,9 +61,10 @@ machines.services, machines.ports_of_node = services, ports_of_node
 sys.exit(verbs.main(sys.argv[2:]))
 """
 WAITS = "import signal; signal.pause()"
-ENDS = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); signal.pause()"
-CLEAN = SERVICE.replace('subprocess.Popen(["sleep", "600"])\n', "")  # ends without leaving a child
-assert CLEAN != SERVICE
+END = "lambda *_: (print('told at', time.monotonic(), flush=True), sys.exit(0))"
+ENDS = f"import signal, sys, time; signal.signal(signal.SIGTERM, {END}); signal.pause()"
+CLEAN = SERVICE.replace('subprocess.Popen(["sleep", "600"])\n', "")  # leaves no child
+CLEAN = CLEAN.replace("lambda *_: sys.exit(0)", END).replace("import http.server", "import time, http.server")
 
 
 class Rig:
@@ -107,6 +111,16 @@ class Rig:
             text=True,
         )
 
+    def says(self, process: subprocess.Popen[str], text: str) -> bool:
+        """Whether a verb that runs comes to say this."""
+        watch = threading.Timer(60.0, process.kill)
+        watch.start()
+        try:
+            assert process.stdout is not None
+            return any(text in line for line in iter(process.stdout.readline, ""))
+        finally:
+            watch.cancel()
+
     def end(self, process: subprocess.Popen[str]) -> int:
         self.out, self.err = process.communicate(timeout=90)
         return process.returncode
@@ -120,6 +134,11 @@ class Rig:
     def pids(self) -> dict[str, int]:
         states = [self.run_folder(node).read() for node in (D0, D1, P0)]
         return {process.name: process.pid for state in states if state is not None for process in state.processes}
+
+    def told_at(self, node: str, service: str) -> float:
+        """When a service was told to end."""
+        text = (self.run_folder(node).path / f"{service}.log").read_text()
+        return float(text.rpartition("told at")[2])
 
     def fault(self, node: str, text: str) -> None:
         (self.folder / f"{node}.fault").write_text(text)
@@ -161,6 +180,13 @@ def test_start_status_logs_restart_stop(rig: Rig) -> None:
     assert f"==> {D1}: " in rig.out
     assert rig("logs", "--node", P0) == 0
     assert "d0.log" not in rig.out
+    following = rig.begin("logs", "--follow", "--lines", "1")
+    for text in ("news", "more news"):
+        with (rig.run_folder(D1).path / "d0.1.log").open("a") as log:
+            log.write(f"{text}\n")
+        assert rig.says(following, f"d0.1         | {text}\n")
+    following.send_signal(signal.SIGINT)
+    assert rig.end(following) == 0, rig.err
 
     assert rig("restart") == 0, rig.err
     again = rig.pids()
@@ -170,6 +196,9 @@ def test_start_status_logs_restart_stop(rig: Rig) -> None:
 
     assert rig("stop") == 0, rig.out + rig.err
     assert rig.out == "stopped\n"
+    told = {name: rig.told_at(node, name) for name, node in SERVICES.items()}
+    assert sorted(told, key=lambda name: told[name])[0] == "balancer", "nothing new arrives while the drivers finish"
+    assert sorted(told, key=lambda name: told[name])[-1] == "d0.1", "ranks of further nodes after their driver"
     assert not set(again.values()) & sessions()
     assert rig.pids() == {}
     assert rig("status") == 3
@@ -229,10 +258,7 @@ def test_a_service_that_ends_names_its_machine_and_ends_all_others(rig: Rig) -> 
 def test_a_machine_that_is_lost_during_a_start_ends_it_everywhere(rig: Rig) -> None:
     rig.scripts["balancer"] = WAITS
     starting = rig.begin("start")
-    assert starting.stdout is not None
-    shown = ""
-    while "started balancer" not in shown:
-        shown += starting.stdout.readline()
+    assert rig.says(starting, "started balancer"), rig.end(starting)
     agent = int((rig.folder / f"{D1}.ssh").read_text())
     os.kill(agent, signal.SIGKILL)
     assert rig.end(starting) == 1
@@ -244,10 +270,7 @@ def test_a_machine_that_is_lost_during_a_start_ends_it_everywhere(rig: Rig) -> N
 def test_without_the_one_who_asked_nothing_stays_half_started(rig: Rig) -> None:
     rig.scripts["balancer"] = WAITS
     starting = rig.begin("start")
-    assert starting.stdout is not None
-    shown = ""
-    while "started balancer" not in shown:
-        shown += starting.stdout.readline()
+    assert rig.says(starting, "started balancer"), rig.end(starting)
     starting.kill()
     rig.end(starting)
     deadline = time.monotonic() + 30
@@ -259,10 +282,7 @@ def test_without_the_one_who_asked_nothing_stays_half_started(rig: Rig) -> None:
 def test_ctrl_c_ends_what_was_started(rig: Rig) -> None:
     rig.scripts["balancer"] = WAITS
     starting = rig.begin("start")
-    assert starting.stdout is not None
-    shown = ""
-    while "started balancer" not in shown:
-        shown += starting.stdout.readline()
+    assert rig.says(starting, "started balancer"), rig.end(starting)
     starting.send_signal(signal.SIGINT)
     assert rig.end(starting) == 1
     assert "interrupted: stopping what was started" in rig.out
@@ -278,11 +298,32 @@ def test_stop_names_machines_that_cannot_be_reached_and_stops_the_others(rig: Ri
     assert rig("stop") == 1
     assert f"error: {D1}: not stopped: no route to it" in rig.err
     assert rig.pids() == {"d0.1": begun["d0.1"]}
+    whole = rig.tree["decode"]["instances"][0]["nodes"]
+    rig.tree["decode"]["instances"][0]["nodes"] = [D0]
+    assert rig("start", "--set", "decode.engine.block_size=x") == 2, "refused for another reason"
     rig.mend(D1)
+    assert rig("start") == 2, "the file does not name the machine any more"
+    assert f"already running: d0.1 (pid {begun['d0.1']}) on {D1}" in rig.err
+    rig.tree["decode"]["instances"][0]["nodes"] = whole
     assert rig("start") == 2
     assert f"already running: d0.1 (pid {begun['d0.1']}) on {D1}" in rig.err
     assert rig("stop") == 0, rig.out + rig.err
     assert rig.pids() == {}
+
+
+def test_a_machine_at_which_another_verb_is_at_work_is_left_alone(rig: Rig) -> None:
+    with rig.run_folder(P0).one_at_a_time():
+        assert rig("start") == 2
+        assert f"error: {P0}: another start or stop is at work in {rig.run_folder(P0).path}" in rig.err
+        assert rig("stop") == 2
+    assert rig.pids() == {}
+    assert list(rig.folder.glob("10.*/run/*/*.log")) == []
+
+
+def test_other_machines_need_a_folder(rig: Rig) -> None:
+    rig.tree["hosts"].pop("path")
+    assert rig("start") == 2
+    assert rig.err == f"error: hosts.path: needed for {D0}, {D1}, {P0}, which is not this machine\n"
 
 
 def test_machines_as_a_list_and_a_start_that_is_found_again_without_it(rig: Rig) -> None:

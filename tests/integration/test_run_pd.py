@@ -7,6 +7,7 @@ environment (that of the tests) through its stamp.
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import pytest
 
 from longcat_pd.cluster.processes import kill_sessions
 from longcat_pd.cluster.record import RunFolder, State
-from tests.clone import Clone
+from tests.clone import ROOT, Clone
 
 PORTS = ("load_balancer.port=18581", "prefill.instances.0.http_port=18600", "decode.instances.0.http_port=18700")
 READY = "The server is fired up and ready to roll!"
@@ -144,6 +145,33 @@ def test_what_cannot_work_is_refused_before_anything_is_started(clone: Clone) ->
     assert "error: prefill.engine.block_sise: unknown key" in refused.stderr
     assert "error: decode.parallel.attn_tp_size=2: differs from decode.parallel.kvp_size=5" in refused.stderr
     assert folder_of(clone).read() is None
+
+
+def test_a_list_of_machines_beside_the_script_is_laid_over_the_file(clone: Clone) -> None:
+    example = (clone.path / "deploy" / "hosts.example.sh").read_text(encoding="utf-8")
+    hosts = clone.path / "deploy" / "hosts.sh"
+    hosts.write_text(example, encoding="utf-8")
+    try:
+        refused = verb(clone, "start")
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert (
+            "--iplist: has 4 addresses, local-cpu.yaml needs 2: decode.instances.0 1, prefill.instances.0 1"
+            in refused.stderr
+        )
+        again = verb(clone, "start", "--iplist", "10.0.0.1")
+        assert "--iplist: has 1 addresses" in again.stderr, "what the command line says counts more"
+        hosts.write_text('MODEL_PATH="/no such/folder"\n', encoding="utf-8")
+        assert "error: model.path=/no such/folder: " in verb(clone, "start").stderr
+    finally:
+        hosts.unlink()
+    assert verb(clone, "--help").returncode == 0
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
+def test_the_scripts_are_sound() -> None:
+    scripts = [str(script) for script in sorted((ROOT / "deploy").glob("*.sh"))]
+    done = subprocess.run(["shellcheck", *scripts], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def _sessions() -> set[int]:
