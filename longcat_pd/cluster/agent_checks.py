@@ -45,9 +45,7 @@ def _weights_findings(cluster: ClusterConfig) -> Iterator[str]:
 
 
 def _memory_findings(cluster: ClusterConfig, job: Job) -> Iterator[str]:
-    """Of ranks whose memory is the machine's own."""
-    if cluster.device != "cpu":
-        return
+    """What the ranks on this machine take of its own memory, beside that of devices."""
     instances = [instance for _, pool in pools(cluster) for instance in pool.instances]
     specs = [instance_spec(cluster, instance.name) for instance in instances if set(instance.nodes) & set(job.nodes)]
     yield from total_memory_findings(specs, available_bytes=free_memory_bytes(), nodes=job.nodes)
