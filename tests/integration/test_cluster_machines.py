@@ -244,7 +244,7 @@ def test_setup_files_are_sourced_and_the_environment_is_laid_over(rig: Rig) -> N
 
 
 def test_a_service_that_ends_names_its_machine_and_ends_all_others(rig: Rig) -> None:
-    rig.scripts["d0.1"] = 'import sys; print("error: no card 3", flush=True); sys.exit(2)'
+    rig.scripts["d0.1"] = 'import sys, time; time.sleep(2); print("error: no card 3", flush=True); sys.exit(2)'
     rig.scripts["balancer"] = WAITS
     assert rig("start") == 2
     assert f"the start failed: d0.1 on {D1} ended with status 2" in rig.err

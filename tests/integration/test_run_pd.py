@@ -21,8 +21,14 @@ import pytest
 from longcat_pd.cluster.processes import kill_sessions
 from longcat_pd.cluster.record import RunFolder, State
 from tests.clone import ROOT, Clone
+from tests.ports import free_base
 
-PORTS = ("load_balancer.port=18581", "prefill.instances.0.http_port=18600", "decode.instances.0.http_port=18700")
+BASE = free_base(250)
+PORTS = (
+    f"load_balancer.port={BASE}",
+    f"prefill.instances.0.http_port={BASE + 20}",
+    f"decode.instances.0.http_port={BASE + 120}",
+)
 READY = "The server is fired up and ready to roll!"
 QUESTION = "你好，请介绍一下自己"
 
@@ -52,7 +58,7 @@ def running(clone: Clone, shared_memory_before: set[Path]) -> Iterator[State]:
     state = folder_of(clone).read()
     try:
         assert started.returncode == 0, started.stdout + started.stderr
-        assert "curl -X POST http://127.0.0.1:18581/v1/chat/completions" in started.stdout
+        assert f"curl -X POST http://127.0.0.1:{BASE}/v1/chat/completions" in started.stdout
         assert state is not None
         yield state
     finally:
