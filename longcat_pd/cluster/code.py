@@ -1,0 +1,157 @@
+"""``run_pd.sh code``: the tree of this machine becomes the current release of every node, or of none.
+
+Owns the order over all nodes: look, copy and verify everywhere, and only then switch everywhere; who fails is named and
+nothing is switched. What happens on one machine is ``release.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from longcat_pd.cluster.everywhere import EXIT_FAILED, Outcome, everywhere
+from longcat_pd.cluster.release import NodeCode, Place
+from longcat_pd.cluster.shell import shell_of
+from longcat_pd.cluster.tree import Tree, tree_of
+from longcat_pd.config.checks import pools
+from longcat_pd.config.resolve import unresolved
+from longcat_pd.config.schema import ClusterConfig
+from longcat_pd.config.services import nodes_of
+from longcat_pd.errors import ConfigError
+
+_DEFAULT_GRAPHS = "~/.cache/longcat_pd/compiled"
+_WRITABLE_BY_OTHERS = 0o022
+Nodes = Sequence[tuple[str, NodeCode]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What was done on a machine before the switch."""
+
+    num_sent: int
+    was_there: bool
+    python: str
+
+
+def distribute(root: Path, config_file: Path, *, overrides: Sequence[str], graphs: Path | None = None) -> int:
+    """Distribute the tree at ``root`` over the cluster of a file. Returns the exit status: 0 done, 1 failed, 2 refused.
+
+    ``graphs``: a folder of compiled graphs that goes along. Raises ConfigError for what is refused before any machine is
+    asked.
+    """
+    config = unresolved(config_file, overrides)
+    check_place(root, config)
+    if graphs is not None:
+        check_graphs(graphs)
+    tree = tree_of(root.resolve())
+    nodes = nodes_with(config, tree)
+    _say(f"release {tree.digest}: {len(tree.paths)} files of {root}, {'; '.join(tree.notes)}")
+    prepared = everywhere(nodes, NodeCode.prepare)
+    if prepared.faults:
+        return _refuse(prepared)
+    with contextlib.ExitStack() as stack:
+        held = everywhere(nodes, lambda node: stack.enter_context(node.held()))
+        looked = everywhere(nodes, NodeCode.look) if not held.faults else Outcome[Place]({}, held.faults)
+        if looked.faults:
+            return _refuse(looked)
+        places = looked.results
+        fetched = everywhere(nodes, lambda node: _fetch(node, places[node.shell.node], graphs=graphs))
+        _show(fetched)
+        if fetched.faults:
+            return _refuse(fetched)
+        return _switch(nodes, places)
+
+
+def check_place(root: Path, config: ClusterConfig) -> None:
+    """``hosts.path`` is there, and apart from the tree, on this machine and on those that share its disk."""
+    path, source = config.hosts.path, root.resolve()
+    if not path:
+        raise ConfigError("hosts.path: must be set: the folder of each node that the code goes to", param="hosts.path")
+    target = Path(path).resolve()
+    for inner, outer, text in (
+        (target, source, "lies in the tree that is to be distributed"),
+        (source, target, "holds the tree that is to be distributed"),
+    ):
+        if inner == outer or outer in inner.parents:
+            raise ConfigError(f"hosts.path={path}: {text}, {root}; nothing is copied onto itself", param="hosts.path")
+
+
+def check_graphs(folder: Path) -> None:
+    """Compiled graphs are executed: all of them must be this user's and writable by nobody else."""
+    if not folder.is_dir():
+        raise ConfigError(f"--compile-cache {folder}: is no folder")
+    for path in (folder, *sorted(folder.rglob("*"))):
+        found = path.lstat()
+        if found.st_uid != os.getuid() or (not path.is_symlink() and found.st_mode & _WRITABLE_BY_OTHERS):
+            text = "is not this user's, or others can write to it; compiled graphs are executed"
+            raise ConfigError(f"--compile-cache {folder}: {path} {text}")
+
+
+def nodes_with(config: ClusterConfig, tree: Tree) -> Nodes:
+    """Every machine of a cluster, this one once, under whichever of its addresses comes first."""
+    shells = [shell_of(node, config.hosts) for node in nodes_of(config)]
+    here = [shell for shell in shells if shell.is_here]
+    once = [shell for shell in shells if not shell.is_here or shell == here[0]]
+    return [(shell.node, NodeCode(shell=shell, config=config, tree=tree)) for shell in once]
+
+
+def graph_places(config: ClusterConfig, node: str) -> tuple[str, ...]:
+    """The folders in which ranks on a machine look for compiled graphs."""
+    engines = [pool.engine for _, pool in pools(config) if any(node in each.nodes for each in pool.instances)]
+    return tuple(dict.fromkeys(engine.compile_cache or _DEFAULT_GRAPHS for engine in engines))
+
+
+def _fetch(node: NodeCode, place: Place, *, graphs: Path | None) -> Report:
+    num_sent = 0 if place.has_release else node.fetch(place.current)
+    packages = node.make_environment()
+    if graphs is not None:
+        node.copy_graphs(graphs, graph_places(node.config, node.shell.node))
+    return Report(num_sent=num_sent, was_there=place.has_release, python=packages.python)
+
+
+def _switch(nodes: Nodes, places: Mapping[str, Place]) -> int:
+    """All nodes hold the release. If one cannot switch, those that did go back, so that no cluster is half new."""
+    digest = nodes[0][1].tree.digest
+    behind = [(name, node) for name, node in nodes if places[name].current != digest]
+    switched = everywhere(behind, lambda node: node.switch(digest))
+    if switched.faults:
+        done = [(name, node) for name, node in behind if name in switched.results]
+        back = everywhere(done, lambda node: node.switch(places[node.shell.node].current))
+        _complain(back.faults)
+        if back.faults:
+            names = ", ".join(fault.node for fault in back.faults)
+            _say(f"error: {names} may have the new release while the others have the old; run code again", is_error=True)
+        return _refuse(switched)
+    pruned = everywhere(nodes, NodeCode.prune)
+    removed = sum(len(names) for names in pruned.results.values())
+    _say(f"current on {len(nodes)} nodes: {digest}" + (f"; {removed} old releases removed" if removed else ""))
+    for fault in pruned.faults:
+        _say(f"warning: old releases stay: {fault}", is_error=True)
+    return 0
+
+
+def _show(fetched: Outcome[Report]) -> None:
+    for node, report in fetched.results.items():
+        what = "was there already" if report.was_there else f"{report.num_sent} files sent"
+        _say(f"  {node}: {what}, every file verified; Python {report.python}")
+
+
+def _refuse(outcome: Outcome[Place] | Outcome[Report] | Outcome[str] | Outcome[None]) -> int:
+    _complain(outcome.faults)
+    _say("nothing was switched: every node keeps the release that it had", is_error=True)
+    return outcome.status or EXIT_FAILED
+
+
+def _complain(faults: Iterable[Exception]) -> None:
+    for fault in faults:
+        _say(f"error: {fault}", is_error=True)
+
+
+def _say(text: str, *, is_error: bool = False) -> None:
+    stream = sys.stderr if is_error else sys.stdout
+    stream.write(f"{text}\n")
+    stream.flush()
