@@ -50,20 +50,14 @@ def distribute(root: Path, config_file: Path, *, overrides: Sequence[str], graph
     tree = tree_of(root.resolve())
     nodes = nodes_with(config, tree)
     _say(f"release {tree.digest}: {len(tree.paths)} files of {root}, {'; '.join(tree.notes)}")
-    prepared = everywhere(nodes, NodeCode.prepare)
-    if prepared.faults:
-        return _refuse(prepared)
     with contextlib.ExitStack() as stack:
-        held = everywhere(nodes, lambda node: stack.enter_context(node.held()))
-        looked = everywhere(nodes, NodeCode.look) if not held.faults else Outcome[Place]({}, held.faults)
+        looked = everywhere(nodes, lambda node: stack.enter_context(node).look())
         if looked.faults:
             return _refuse(looked)
         places = looked.results
         fetched = everywhere(nodes, lambda node: _fetch(node, places[node.shell.node], graphs=graphs))
         _show(fetched)
-        if fetched.faults:
-            return _refuse(fetched)
-        return _switch(nodes, places)
+        return _refuse(fetched) if fetched.faults else _switch(nodes, places)
 
 
 def check_place(root: Path, config: ClusterConfig) -> None:
@@ -96,7 +90,7 @@ def nodes_with(config: ClusterConfig, tree: Tree) -> Nodes:
     shells = [shell_of(node, config.hosts) for node in nodes_of(config)]
     here = [shell for shell in shells if shell.is_here]
     once = [shell for shell in shells if not shell.is_here or shell == here[0]]
-    return [(shell.node, NodeCode(shell=shell, config=config, tree=tree)) for shell in once]
+    return [(shell.node, NodeCode(shell, config=config, tree=tree)) for shell in once]
 
 
 def graph_places(config: ClusterConfig, node: str) -> tuple[str, ...]:
@@ -106,7 +100,7 @@ def graph_places(config: ClusterConfig, node: str) -> tuple[str, ...]:
 
 
 def _fetch(node: NodeCode, place: Place, *, graphs: Path | None) -> Report:
-    num_sent = 0 if place.has_release else node.fetch(place.current)
+    num_sent = 0 if place.has_release else node.fetch(place)
     packages = node.make_environment()
     if graphs is not None:
         node.copy_graphs(graphs, graph_places(node.config, node.shell.node))
@@ -140,7 +134,7 @@ def _show(fetched: Outcome[Report]) -> None:
         _say(f"  {node}: {what}, every file verified; Python {report.python}")
 
 
-def _refuse(outcome: Outcome[Place] | Outcome[Report] | Outcome[str] | Outcome[None]) -> int:
+def _refuse(outcome: Outcome[Place] | Outcome[Report] | Outcome[None]) -> int:
     _complain(outcome.faults)
     _say("nothing was switched: every node keeps the release that it had", is_error=True)
     return outcome.status or EXIT_FAILED

@@ -6,18 +6,15 @@ is ``node/code.sh``, which needs no code of ours to be there, and deletes nothin
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
 import re
-import select
 import shlex
-import subprocess
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
+from longcat_pd.cluster.conversation import Conversation, last_words
 from longcat_pd.cluster.everywhere import StepFailed
 from longcat_pd.cluster.packages import Packages, ask, needed
 from longcat_pd.cluster.shell import Completed, LocalShell, SshShell, Unreachable
@@ -38,65 +35,53 @@ class Place:
 
     current: str
     has_release: bool
+    free_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class NodeCode:
-    """The code of one machine. Every step raises StepFailed or Unreachable, both naming the machine."""
+    """The code of one machine, while it is open, when no other distribution is at work there.
 
-    shell: LocalShell | SshShell
-    config: ClusterConfig
-    tree: Tree
+    Every step raises StepFailed or Unreachable, both naming the machine.
+    """
 
-    @property
-    def path(self) -> str:
-        """``hosts.path``, without a slash at its end."""
-        return self.config.hosts.path.rstrip("/")
+    def __init__(self, shell: LocalShell | SshShell, *, config: ClusterConfig, tree: Tree) -> None:
+        self.shell, self.config, self.tree = shell, config, tree
+        self.path = config.hosts.path.rstrip("/")
+        self.release = f"{self.path}/releases/{tree.digest}"
+        self.python = config.hosts.python or f"{self.release}/.venv/bin/python"
+        self._talk: Conversation | None = None
 
-    @property
-    def release(self) -> str:
-        """The folder of the tree there."""
-        return f"{self.path}/releases/{self.tree.digest}"
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._talk is not None:
+            self._talk.close()
 
-    @property
-    def python(self) -> str:
-        """The interpreter that runs the release."""
-        return self.config.hosts.python or f"{self.release}/.venv/bin/python"
-
-    def prepare(self) -> str:
-        """Make the folders. Returns the current release."""
-        return self._told(self._ask("prepare"), "current")
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep other distributions out of this machine, and remove what an interrupted one left."""
-        session = self.shell.start(self._command("hold"))
-        try:
-            if _first_line(session, _ASK_S) != b"held\n":
-                raise self._why_not_held(session)
-            yield
-        finally:
-            _close(session)
+    def __enter__(self) -> NodeCode:
+        script = _SCRIPT.read_text(encoding="utf-8")
+        self._talk = Conversation(self.shell, ["sh", "-c", script, "code.sh", self.path])
+        return self
 
     def look(self) -> Place:
-        """Whether the tree is there already, file by file."""
-        current = self.prepare()
-        done = self._ask("has", *self._identity, stdin=self.tree.manifest, timeout_s=_COMPARE_S)
-        return Place(current=current, has_release=self._told(done, "has") == "yes")
+        """Make the folders, remove what an interrupted copy left, and tell whether the tree is there, file by file."""
+        assert self._talk is not None
+        told = self._talk.hear(_ASK_S)
+        manifest = self.tree.manifest
+        sent = f"manifest {len(manifest)} {hashlib.sha256(manifest).hexdigest()}"
+        self._talk.ask(sent, payload=manifest, timeout_s=_ASK_S)
+        has = self._ask(f"has {self.tree.digest}", timeout_s=_COMPARE_S)["has"] == ["yes"]
+        return Place(current=told["current"][0], has_release=has, free_bytes=int(told["free_kib"][0]) * _KIB)
 
-    def fetch(self, current: str) -> int:
+    def fetch(self, place: Place) -> int:
         """Copy the tree beside what is there and make it a release once every file is what it should be.
 
-        Returns the number of files that were sent; the others are as in the ``current`` release.
+        Returns the number of files that were sent; the others are as in the current release.
         """
-        free = int(self._told(self._ask("free"), "free_kib")) * _KIB
-        if free < self.tree.disk_bytes:
-            raise StepFailed(self.shell.node, f"disk full: {self._numbers(free)}")
-        base = [f"--copy-dest={self.path}/releases/{current}"] if current else []
+        if place.free_bytes < self.tree.disk_bytes:
+            raise StepFailed(self.shell.node, f"disk full: {self._numbers(place.free_bytes)}")
+        base = [f"--copy-dest={self.path}/releases/{place.current}"] if place.current else []
         paths = "\0".join(self.tree.paths).encode()
         options = ["--files-from=-", "--from0", "--links", "--perms", "--checksum", "--stats", "--no-human-readable", *base]
         told = self._rsync(options, source=f"{self.tree.root}/", target=f"{self.path}/releases/.incoming/", stdin=paths)
-        self._ask("place", *self._identity, stdin=self.tree.manifest, timeout_s=_COMPARE_S)
+        self._ask(f"place {self.tree.digest}", timeout_s=_COMPARE_S)
         found = re.search(r"Number of regular files transferred: (\d+)", told)
         return int(found.group(1)) if found else len(self.tree.paths)
 
@@ -106,7 +91,7 @@ class NodeCode:
             extra = "npu" if self.config.device == "npu" else "cpu"
             done = self.shell.run(["bash", "-c", _INSTALL, "bash", self.release, extra], timeout_s=_INSTALL_S)
             if done.status:
-                raise StepFailed(self.shell.node, f"no environment: {_last_words(done.stderr)}")
+                raise StepFailed(self.shell.node, f"no environment: {_words(done)}")
         pyproject = (self.tree.root / "pyproject.toml").read_text(encoding="utf-8")
         packages = ask(self.shell, self.python, needed(pyproject, self.config.device))
         if packages.complaint:
@@ -116,44 +101,21 @@ class NodeCode:
     def copy_graphs(self, source: Path, places: Sequence[str]) -> None:
         """Lay compiled graphs into the folders where ranks look for them; what is there stays. "~/" is the home there."""
         for place in places:
-            folder = self._told(self._ask("cache", place.removeprefix("~/")), "folder")
+            folder = self._ask(f"cache {place.removeprefix('~/')}")["folder"][0]
             options = ["--recursive", "--times", "--perms", "--chmod=go-w"]
             self._rsync(options, source=f"{source}/", target=f"{folder}/")
 
     def switch(self, digest: str) -> None:
         """Make a release current at once; "": none is."""
-        self._ask("switch", digest)
+        self._ask(f"switch {digest}")
 
-    def prune(self) -> tuple[str, ...]:
+    def prune(self) -> Sequence[str]:
         """Remove old releases that nothing runs from. Returns their names."""
-        done = self._ask("prune", str(self.config.hosts.keep_releases), timeout_s=_COMPARE_S)
-        return tuple(re.findall(r"^removed=(\w+)$", done.stdout.decode(), re.MULTILINE))
+        return self._ask(f"prune {self.config.hosts.keep_releases}", timeout_s=_COMPARE_S).get("removed", [])
 
-    @property
-    def _identity(self) -> tuple[str, str]:
-        return self.tree.digest, hashlib.sha256(self.tree.manifest).hexdigest()
-
-    def _command(self, verb: str, *arguments: str) -> list[str]:
-        return ["sh", "-c", _SCRIPT.read_text(encoding="utf-8"), "code.sh", verb, self.path, *arguments]
-
-    def _ask(self, verb: str, *arguments: str, stdin: bytes = b"", timeout_s: float = _ASK_S) -> Completed:
-        done = self.shell.run(self._command(verb, *arguments), stdin=stdin, timeout_s=timeout_s)
-        if done.status:
-            raise StepFailed(self.shell.node, _last_words(done.stderr) or f"{verb} ended with exit status {done.status}")
-        return done
-
-    def _told(self, done: Completed, name: str) -> str:
-        found = re.search(rf"^{name}=(.*)$", done.stdout.decode(errors="replace"), re.MULTILINE)
-        if found is None:
-            raise StepFailed(self.shell.node, f"did not tell {name}, but {done.stdout[:80]!r}")
-        return found.group(1)
-
-    def _why_not_held(self, session: subprocess.Popen[bytes]) -> StepFailed | Unreachable:
-        session.kill()
-        _, stderr = session.communicate()
-        return self.shell.fault(session.returncode, stderr) or StepFailed(
-            self.shell.node, _last_words(stderr) or f"its lock was not had within {_ASK_S:g} s"
-        )
+    def _ask(self, question: str, *, timeout_s: float = _ASK_S) -> dict[str, list[str]]:
+        assert self._talk is not None, "it is open"
+        return self._talk.ask(question, timeout_s=timeout_s)
 
     def _rsync(self, options: Sequence[str], *, source: str, target: str, stdin: bytes = b"") -> str:
         over = []
@@ -171,46 +133,16 @@ class NodeCode:
         if done.status == 127:
             return StepFailed(self.shell.node, "rsync is missing on the machine that this runs on; install it")
         if "No space left on device" in said or "Disk quota exceeded" in said:
-            free = int(self._told(self._ask("free"), "free_kib")) * _KIB
+            free = int(self._ask("free")["free_kib"][0]) * _KIB
             return StepFailed(self.shell.node, f"disk full while it was copied: {self._numbers(free)}")
         if done.status in _LINK_STATUSES and (fault := self.shell.fault(255, done.stderr)) is not None:
             return fault
-        return StepFailed(self.shell.node, f"rsync ended with exit status {done.status}: {_last_words(done.stderr)}")
+        return StepFailed(self.shell.node, f"rsync ended with exit status {done.status}: {_words(done)}")
 
     def _numbers(self, free: int) -> str:
         needed_bytes = self.tree.disk_bytes
         return f"{needed_bytes / _MIB:.1f} MiB are needed in {self.path}/releases, {free / _MIB:.1f} MiB are free"
 
 
-def _first_line(session: subprocess.Popen[bytes], timeout_s: float) -> bytes:
-    """What a session says first; "" when it ends or time is over before."""
-    assert session.stdout is not None
-    deadline, said = time.monotonic() + timeout_s, b""
-    while not said.endswith(b"\n"):
-        ready, _, _ = select.select([session.stdout], [], [], max(deadline - time.monotonic(), 0.0))
-        part = os.read(session.stdout.fileno(), 4096) if ready else b""
-        if not part:
-            break
-        said += part
-    return said
-
-
-def _close(session: subprocess.Popen[bytes]) -> None:
-    """Let a session end by the end of its input; one that does not is killed here, and there within its hour."""
-    if session.stdin is not None and not session.stdin.closed:
-        with contextlib.suppress(BrokenPipeError):
-            session.stdin.close()
-    try:
-        session.wait(timeout=10.0)
-    except subprocess.TimeoutExpired:
-        session.kill()
-        session.wait()
-    for pipe in (session.stdout, session.stderr):
-        if pipe is not None:
-            pipe.close()
-
-
-def _last_words(stderr: bytes) -> str:
-    """The last lines that say something, as one."""
-    lines = [line.strip() for line in stderr.decode(errors="replace").splitlines() if line.strip()]
-    return " · ".join(lines[-3:])
+def _words(done: Completed) -> str:
+    return last_words(done.stderr.decode(errors="replace").splitlines())

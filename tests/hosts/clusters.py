@@ -21,7 +21,10 @@ def place(hosts: Hosts) -> str:
 def cluster_tree(hosts: Hosts, *, model: Path = Path("/nowhere")) -> dict[str, Any]:
     """Decode over hosts 0 and 1, prefill over 2 and 3, the balancer on 3."""
     nodes = [hosts.address(number) for number in range(4)]
-    decode = {"parallel": {"kvp_size": 2, "attn_tp_size": 2}, "instances": [{"name": "d0", "http_port": 31000, "nodes": nodes[:2]}]}
+    decode = {
+        "parallel": {"kvp_size": 2, "attn_tp_size": 2},
+        "instances": [{"name": "d0", "http_port": 31000, "nodes": nodes[:2]}],
+    }
     prefill = {"parallel": {"pp_size": 2}, "instances": [{"name": "p0", "http_port": 30000, "nodes": nodes[2:]}]}
     return {
         "model": {"path": str(model)},

@@ -208,6 +208,7 @@ class Hosts:
         options = {
             "AuthorizedKeysFile": authorized,
             "AuthenticationMethods": "publickey",
+            "KexAlgorithms": "curve25519-sha256",  # quick
             "HostKey": self._host_key(number),
             "LogLevel": "VERBOSE",
             "MaxStartups": "100:30:200",

@@ -1,33 +1,25 @@
 #!/bin/sh
-# What `run_pd.sh code` asks of a machine that has no code yet: code.sh VERB PATH [ARGUMENT …]; PATH is hosts.path.
-# It is sent as the text of `sh -c`, so that standard input is free. Nothing outside of PATH/releases is ever removed.
-# POSIX, with GNU coreutils, findutils, flock and rsync. Exit status: 0 done, 1 failed and said why.
+# What `run_pd.sh code` does on a machine that has no code yet: code.sh PATH, which is hosts.path there.
+# It is sent as the text of `sh -c` and asked on standard input, a line for each step: VERB [ARGUMENT …]. Every answer is
+# lines `name=value` or a complaint, and then `end=` and an exit status, 0 if it was done. It ends when its input does.
+# Nothing outside of PATH/releases is ever removed. POSIX, with GNU coreutils and findutils, flock and rsync.
 set -u
 LC_ALL=C
 export LC_ALL
 
-verb=$1
-path=$2
+path=$1
 releases=$path/releases
 incoming=$releases/.incoming
+work=
 
 fail() {
-  echo "$*" >&2
+  echo "$*"
   exit 1
 }
 
-# Keep others out until standard input closes, at most an hour; say so once it is done.
-hold() {
-  exec 9>"$releases/.lock" || fail "$releases/.lock cannot be opened"
-  flock -n 9 || fail "another run_pd.sh code is at work in $path"
-  rm -rf -- "$incoming" || fail "$incoming, which an interrupted copy left, cannot be removed"
-  echo held
-  timeout 3600 cat >/dev/null
-}
-
-# Make the folders; tell the current release, free KiB there and whether the wanted one is there.
+# Make the folders, and keep others out for as long as this runs; tell the current release, and KiB that are free.
 prepare() {
-  for tool in rsync flock sha256sum find df cmp timeout readlink; do
+  for tool in rsync flock sha256sum find df cmp diff head; do
     command -v "$tool" >/dev/null || fail "$tool is missing on this machine; install it"
   done
   mkdir -p -- "$releases" || exit 1
@@ -44,44 +36,45 @@ prepare() {
     fail "$path/current is not a link; it was not made by run_pd.sh"
   fi
   echo "current=$current"
-  echo "free_kib=$(free_kib)"
+  free
 }
 
-free_kib() {
-  df -Pk "$releases" | awk 'NR == 2 { print $4 }'
+hold() {
+  flock -n 9 || fail "another run_pd.sh code is at work in $path there (pid $(cat "$releases/.lock.pid" 2>/dev/null))"
+  echo "$$" >"$releases/.lock.pid"
+  rm -rf -- "$incoming" || fail "$incoming, which an interrupted copy left, cannot be removed"
 }
 
 free() {
-  echo "free_kib=$(free_kib)"
+  echo "free_kib=$(df -Pk "$releases" | awk 'NR == 2 { print $4 }')"
 }
 
-# Compare a folder with the manifest on standard input: each file, nothing else, and what may be executed.
+# manifest BYTES SHA256: what follows on standard input says what the tree holds.
+manifest() {
+  head -c "$1" >"$work/manifest" || fail "no room for the manifest in $work"
+  [ "$(sha256sum <"$work/manifest" | cut -d ' ' -f 1)" = "$2" ] || fail "the manifest arrived damaged, or $work is full"
+}
+
+# Compare a folder with the manifest: each file, nothing else, and what may be executed.
 compare() {
   cd -- "$1" || exit 1
-  sed -n 's/^[FX] //p' "$2" | sha256sum --check --quiet --strict >"$2.wrong" 2>&1 \
-    || fail "$1: $(grep -v WARNING "$2.wrong" | head -n 3 | tr '\n' ' ')"
-  sed 's/^\([FX]\) [0-9a-f]*  /\1 /' "$2" | sort >"$2.told"
-  listing | sort >"$2.found"
-  cmp -s "$2.told" "$2.found" \
-    || fail "$1: more or fewer files, or other modes: $(diff "$2.told" "$2.found" | grep '^[<>]' | head -n 3 | tr '\n' ' ')"
+  sed -n 's/^[FX] //p' "$work/manifest" | sha256sum --check --quiet --strict >"$work/wrong" 2>&1 \
+    || fail "$1: $(grep -v WARNING "$work/wrong" | head -n 3 | tr '\n' ' ')"
+  sed 's/^\([FX]\) [0-9a-f]*  /\1 /' "$work/manifest" | sort >"$work/told"
+  listing | sort >"$work/found"
+  cmp -s "$work/told" "$work/found" \
+    || fail "$1: more or fewer files, or other modes: $(diff "$work/told" "$work/found" | grep '^[<>]' | head -n 3 | tr '\n' ' ')"
 }
 
 listing() {
-  find . \( -name .venv -o -name __pycache__ -o -name '*.egg-info' -o -path ./.release \) -prune -o -type l -print \
-    | while read -r link; do printf 'L %s -> %s\n' "$link" "$(readlink "$link")"; done
-  find . \( -name .venv -o -name __pycache__ -o -name '*.egg-info' -o -path ./.release \) -prune \
-    -o -type f -perm -0100 -print | sed 's/^/X /'
-  find . \( -name .venv -o -name __pycache__ -o -name '*.egg-info' -o -path ./.release \) -prune \
-    -o -type f ! -perm -0100 -print | sed 's/^/F /'
+  files -type l -print | while read -r link; do printf 'L %s -> %s\n' "$link" "$(readlink "$link")"; done
+  files -type f -perm -0100 -print | sed 's/^/X /'
+  files -type f ! -perm -0100 -print | sed 's/^/F /'
 }
 
-# with_manifest FOLDER SHA256: compare FOLDER with standard input, which must be whole.
-with_manifest() {
-  work=$(mktemp -d) || exit 1
-  trap 'rm -rf -- "$work"' EXIT
-  cat >"$work/manifest" || fail "no room for the manifest in $work"
-  [ "$(sha256sum <"$work/manifest" | cut -d ' ' -f 1)" = "$2" ] || fail "the manifest arrived damaged"
-  (compare "$1" "$work/manifest") || exit 1
+# Those of the tree, without what running it and making its environment leaves.
+files() {
+  find . \( -name .venv -o -name __pycache__ -o -name '*.egg-info' -o -path ./.release \) -prune -o "$@"
 }
 
 # Whether a run record names the release.
@@ -89,39 +82,39 @@ in_use() {
   grep -qsF "releases/$1" "$path"/run/*/state.json
 }
 
-# has DIGEST SHA256: whether that release is there, whole.
+# has DIGEST: whether that release is there, whole.
 has() {
-  if [ ! -d "$releases/$3" ]; then
+  if [ ! -d "$releases/$1" ]; then
     echo "has=no"
-  elif (with_manifest "$releases/$3" "$4"); then
+  elif (compare "$releases/$1"); then
     echo "has=yes"
   else
     echo "has=damaged"
   fi
 }
 
-# place DIGEST SHA256: what was copied becomes a release, if it is what the manifest says.
+# place DIGEST: what was copied becomes a release, if it is what the manifest says.
 place() {
-  with_manifest "$incoming" "$4"
+  (compare "$incoming") || exit 1
   cp -- "$work/manifest" "$incoming/.release" || exit 1
-  if [ -e "$releases/$3" ]; then
-    ! in_use "$3" || fail "$releases/$3 was changed, and services that were started from it run; stop them first"
-    mv -T -- "$releases/$3" "$releases/.damaged" || exit 1
+  if [ -e "$releases/$1" ]; then
+    ! in_use "$1" || fail "$releases/$1 was changed, and services that were started from it run; stop them first"
+    mv -T -- "$releases/$1" "$releases/.damaged" || exit 1
   fi
-  mv -T -- "$incoming" "$releases/$3" || exit 1
+  mv -T -- "$incoming" "$releases/$1" || exit 1
   rm -rf -- "$releases/.damaged"
 }
 
-# switch DIGEST: `current` leads there from now on; "" takes it away again.
+# switch DIGEST: `current` leads there from now on; none: it leads nowhere.
 switch() {
-  if [ -z "$3" ]; then
+  if [ $# -eq 0 ]; then
     rm -f -- "$path/current"
     return
   fi
-  [ -d "$releases/$3" ] || fail "$releases/$3 is not there"
-  touch -- "$releases/$3"
+  [ -d "$releases/$1" ] || fail "$releases/$1 is not there"
+  touch -- "$releases/$1"
   rm -f -- "$releases/.current"
-  ln -s -- "releases/$3" "$releases/.current" && mv -T -- "$releases/.current" "$path/current"
+  ln -s -- "releases/$1" "$releases/.current" && mv -T -- "$releases/.current" "$path/current"
 }
 
 # prune COUNT: of the releases that nobody runs from and that are not current, the newest stay.
@@ -132,7 +125,7 @@ prune() {
     case $name in *[!0-9a-f]*) continue ;; esac
     [ -f "$releases/$name/.release" ] || continue
     kept=$((kept + 1))
-    if [ "$kept" -le "$3" ] || [ "$name" = "$current" ] || in_use "$name"; then
+    if [ "$kept" -le "$1" ] || [ "$name" = "$current" ] || in_use "$name"; then
       continue
     fi
     rm -rf -- "${releases:?}/$name" && echo "removed=$name"
@@ -142,20 +135,22 @@ prune() {
 # cache FOLDER: make a folder for compiled graphs, from HOME if it is relative, and tell its whole path.
 cache() {
   cd || fail "this user has no home"
-  (umask 077 && mkdir -p -- "$3") || exit 1
-  [ -O "$3" ] || fail "$3 belongs to another; compiled graphs are executed, so they must be $(id -un)'s"
-  [ -z "$(find "$3" -prune -perm /022)" ] || fail "$3 can be written to by others; compiled graphs are executed"
-  cd -- "$3" && echo "folder=$(pwd)"
+  (umask 077 && mkdir -p -- "$1") || exit 1
+  [ -O "$1" ] || fail "$1 belongs to another; compiled graphs are executed, so they must be $(id -un)'s"
+  [ -z "$(find "$1" -prune -perm /022)" ] || fail "$1 can be written to by others; compiled graphs are executed"
+  cd -- "$1" && echo "folder=$(pwd)"
 }
 
-case $verb in
-  prepare) prepare ;;
-  hold) hold ;;
-  free) free ;;
-  has) has "$@" ;;
-  place) place "$@" ;;
-  switch) switch "$@" ;;
-  prune) prune "$@" ;;
-  cache) cache "$@" ;;
-  *) fail "no such verb: $verb" ;;
-esac
+(prepare) 2>&1 && exec 9>"$releases/.lock" && (hold) 2>&1 && work=$(mktemp -d)
+status=$?
+trap 'rm -rf -- "$work"' EXIT
+trap 'exit 1' HUP INT TERM PIPE
+echo "end=$status"
+while [ "$status" -eq 0 ] && read -r verb rest; do
+  # shellcheck disable=SC2086 # arguments are digests, numbers and paths that were checked to have no spaces
+  case $verb in
+    free | has | manifest | place | switch | prune | cache) ("$verb" $rest) 2>&1 ;;
+    *) false ;;
+  esac
+  echo "end=$?"
+done
