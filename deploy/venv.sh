@@ -1,10 +1,11 @@
 # shellcheck shell=bash
 # Sourced by the scripts beside it: makes .venv at the root of the repository on first use and whenever pyproject.toml has
-# changed. Sets root and venv.
+# changed. Sets root and venv. Takes extra: which libraries of pyproject.toml are installed besides, "cpu" if it is not set.
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv"
 stamp="$venv/installed-from"
+extra="${extra:-cpu}"
 
 find_python() {
   local candidate
@@ -26,8 +27,8 @@ install() {
     echo "making $venv with $("$python" --version)"
     "$python" -m venv "$venv"
   fi
-  echo "installing longcat-pd with its CPU libraries into .venv (some minutes the first time) ..."
-  if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e "${root}[cpu]" >"$log" 2>&1; then
+  echo "installing longcat-pd with its $extra libraries into .venv (some minutes the first time) ..."
+  if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e "${root}[$extra]" >"$log" 2>&1; then
     tail -n 20 "$log" >&2
     echo "error: the installation failed; all of its output is in $log" >&2
     exit 1
@@ -35,7 +36,7 @@ install() {
   echo "$wanted" >"$stamp"
 }
 
-wanted="$(sha256sum "$root/pyproject.toml" | cut -d ' ' -f 1)"
+wanted="$(sha256sum "$root/pyproject.toml" | cut -d ' ' -f 1)${extra#cpu}"
 if [[ ! -x "$venv/bin/python" || "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]]; then
   install
 fi

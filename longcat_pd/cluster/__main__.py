@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from longcat_pd.cluster import look, overlay, restart, start, stop
+from longcat_pd.cluster import code, doctor, look, overlay, restart, start, stop
 from longcat_pd.cluster.telling import EXIT_FAILED, EXIT_OK, EXIT_REFUSED, complain
 from longcat_pd.errors import ConfigError
 
@@ -35,6 +35,8 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "stop": Verb(stop.main, stop.arguments, "let running requests finish, then end every process that start began"),
         "restart": Verb(restart.main, restart.arguments, "stop, then start"),
         "status": Verb(look.status, look.no_arguments, "each service: whether it is ready now, and since when"),
+        "code": Verb(code.main, code.arguments, "make the tree of this machine the current release of every machine"),
+        "doctor": Verb(doctor.main, look.no_arguments, "whether the machines are ready for the cluster, and alike"),
         "logs": Verb(look.logs, look.log_arguments, "the last lines of every log"),
     }
 )

@@ -6,16 +6,17 @@ nothing is switched. What happens on one machine is ``release.py``.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from longcat_pd.cluster.everywhere import EXIT_FAILED, Outcome, everywhere
+from longcat_pd.cluster.everywhere import Outcome, everywhere
 from longcat_pd.cluster.release import NodeCode, Place
-from longcat_pd.cluster.shell import shell_of
+from longcat_pd.cluster.shell import Unreachable, shell_of
+from longcat_pd.cluster.telling import EXIT_FAILED, EXIT_OK, complain, say
 from longcat_pd.cluster.tree import Tree, tree_of
 from longcat_pd.config.checks import pools
 from longcat_pd.config.resolve import unresolved
@@ -37,6 +38,17 @@ class Report:
     python: str
 
 
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's own options."""
+    text = "a folder of compiled graphs, of this user alone, that is laid into engine.compile_cache of the machines"
+    parser.add_argument("--compile-cache", type=Path, metavar="DIR", help=text)
+
+
+def main(options: argparse.Namespace) -> int:
+    """The verb. Raises ConfigError."""
+    return distribute(options.root, options.config, overrides=options.overrides, graphs=options.compile_cache)
+
+
 def distribute(root: Path, config_file: Path, *, overrides: Sequence[str], graphs: Path | None = None) -> int:
     """Distribute the tree at ``root`` over the cluster of a file. Returns the exit status: 0 done, 1 failed, 2 refused.
 
@@ -49,7 +61,7 @@ def distribute(root: Path, config_file: Path, *, overrides: Sequence[str], graph
         check_graphs(graphs)
     tree = tree_of(root.resolve())
     nodes = nodes_with(config, tree)
-    _say(f"release {tree.digest}: {len(tree.paths)} files of {root}, {'; '.join(tree.notes)}")
+    say(f"release {tree.digest}: {len(tree.paths)} files of {root}, {'; '.join(tree.notes)}")
     with contextlib.ExitStack() as stack:
         looked = everywhere(nodes, lambda node: stack.enter_context(node).look())
         if looked.faults:
@@ -113,39 +125,38 @@ def _switch(nodes: Nodes, places: Mapping[str, Place]) -> int:
     behind = [(name, node) for name, node in nodes if places[name].current != digest]
     switched = everywhere(behind, lambda node: node.switch(digest))
     if switched.faults:
-        done = [(name, node) for name, node in behind if name in switched.results]
-        back = everywhere(done, lambda node: node.switch(places[node.shell.node].current))
-        _complain(back.faults)
-        if back.faults:
-            names = ", ".join(fault.node for fault in back.faults)
-            _say(f"error: {names} may have the new release while the others have the old; run code again", is_error=True)
-        return _refuse(switched)
+        return _go_back([(name, node) for name, node in behind if name in switched.results], places, switched)
     pruned = everywhere(nodes, NodeCode.prune)
     removed = sum(len(names) for names in pruned.results.values())
-    _say(f"current on {len(nodes)} nodes: {digest}" + (f"; {removed} old releases removed" if removed else ""))
+    say(f"current on {len(nodes)} nodes: {digest}" + (f"; {removed} old releases removed" if removed else ""))
     for fault in pruned.faults:
-        _say(f"warning: old releases stay: {fault}", is_error=True)
-    return 0
+        complain(f"warning: old releases stay: {fault}")
+    return EXIT_OK
+
+
+def _go_back(nodes: Nodes, places: Mapping[str, Place], switched: Outcome[None]) -> int:
+    back = everywhere(nodes, lambda node: node.switch(places[node.shell.node].current))
+    unsure = [*back.faults, *(fault for fault in switched.faults if isinstance(fault, Unreachable))]
+    if not unsure:
+        return _refuse(switched)
+    _name(dict.fromkeys((*switched.faults, *back.faults)))
+    names = ", ".join(dict.fromkeys(fault.node for fault in unsure))
+    complain(f"{names} may have the new release, while the others have the one before; run code again")
+    return switched.status
 
 
 def _show(fetched: Outcome[Report]) -> None:
     for node, report in fetched.results.items():
         what = "was there already" if report.was_there else f"{report.num_sent} files sent"
-        _say(f"  {node}: {what}, every file verified; Python {report.python}")
+        say(f"  {node}: {what}, every file verified; Python {report.python}")
 
 
 def _refuse(outcome: Outcome[Place] | Outcome[Report] | Outcome[None]) -> int:
-    _complain(outcome.faults)
-    _say("nothing was switched: every node keeps the release that it had", is_error=True)
+    _name(outcome.faults)
+    complain("nothing was switched: every node keeps the release that it had")
     return outcome.status or EXIT_FAILED
 
 
-def _complain(faults: Iterable[Exception]) -> None:
+def _name(faults: Iterable[Exception]) -> None:
     for fault in faults:
-        _say(f"error: {fault}", is_error=True)
-
-
-def _say(text: str, *, is_error: bool = False) -> None:
-    stream = sys.stderr if is_error else sys.stdout
-    stream.write(f"{text}\n")
-    stream.flush()
+        complain(f"error: {fault}")

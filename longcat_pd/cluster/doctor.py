@@ -6,7 +6,6 @@ Owns what is asked of whom and the table; what the answers mean is ``findings.py
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,37 +14,16 @@ from pathlib import Path
 from longcat_pd import wire
 from longcat_pd.cluster import packages
 from longcat_pd.cluster.conversation import Conversation
-from longcat_pd.cluster.everywhere import EXIT_FAILED, StepFailed, everywhere
-from longcat_pd.cluster.facts import Facts, Request
-from longcat_pd.cluster.findings import Expected, Row, clock, rows_of, unequal
-from longcat_pd.cluster.shell import LocalShell, SshShell, Unreachable, shell_of
-from longcat_pd.cluster.tree import Tree, tree_of
-from longcat_pd.config.checks import pools
-from longcat_pd.config.resolve import unresolved
-from longcat_pd.config.schema import ClusterConfig
-from longcat_pd.config.services import nodes_of, ports_of_node, services
+from longcat_pd.cluster.everywhere import StepFailed, everywhere
+from longcat_pd.cluster.facts import Facts
+from longcat_pd.cluster.findings import Row, clock, rows_of, unequal
+from longcat_pd.cluster.patients import Patient, patients_of
+from longcat_pd.cluster.shell import Unreachable
+from longcat_pd.cluster.telling import EXIT_FAILED, EXIT_OK, say
 
 _SCRIPTS = Path(__file__).parent / "node"
 _ASK_S, _FACTS_S = 60.0, 300.0
 _CLOCK_TRIES = 3
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Patient:
-    """One machine, what is needed of it, and what it is asked."""
-
-    shell: LocalShell | SshShell
-    config: ClusterConfig
-    expected: Expected
-    request: Request
-    packages: Sequence[str]
-
-    @property
-    def python(self) -> str:
-        """The interpreter that services run with."""
-        hosts = self.config.hosts
-        return hosts.python or (f"{hosts.path.rstrip('/')}/current/.venv/bin/python" if hosts.path else sys.executable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,15 +37,12 @@ class Examined:
 
 def main(options: argparse.Namespace) -> int:
     """The verb. Exit status 0: nothing is bad, 1: something is. Raises ConfigError."""
-    config = unresolved(options.config, options.overrides)
-    tree = tree_of(options.root.resolve())
-    patients = [(node, _patient(node, config, tree=tree)) for node in nodes_of(config)]
-    outcome = everywhere(patients, examine)
+    outcome = everywhere(patients_of(options.root.resolve(), options.config, options.overrides), examine)
     rows = [Row(level="bad", node=fault.node, what="reached", text=fault.reason) for fault in outcome.faults]
     rows += [row for examined in outcome.results.values() for row in examined.rows]
-    rows += _alike(outcome.results, config)
-    sys.stdout.write("".join(f"{line}\n" for line in table(rows)))
-    return EXIT_FAILED if any(row.level == "bad" for row in rows) else 0
+    rows += _alike(outcome.results)
+    say("\n".join(table(rows)))
+    return EXIT_FAILED if any(row.level == "bad" for row in rows) else EXIT_OK
 
 
 def examine(patient: Patient) -> Examined:
@@ -101,41 +76,6 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
         yield f"{row.level:<4}  {row.node:<{widths[0]}}  {row.what:<{widths[1]}}  {row.text}"
 
 
-def _patient(node: str, config: ClusterConfig, *, tree: Tree) -> Patient:
-    path = config.hosts.path.rstrip("/")
-    mine = [service for service in services(config) if service.node == node]
-    counts = (
-        pool.parallel.world_size // len(instance.nodes)
-        for _, pool in pools(config)
-        for instance in pool.instances
-        if node in instance.nodes
-    )
-    num_ranks = sum(counts)
-    num_devices = config.devices_per_node if config.device == "npu" and num_ranks else 0
-    folders = tuple(dict.fromkeys(folder for folder in (path or str(tree.root), config.log_dir or "") if folder))
-    expected = Expected(
-        node=node,
-        release=tree.digest if path else "",
-        disk_bytes=tree.disk_bytes if path else 0,
-        num_ranks=num_ranks,
-        cores_per_device=config.hosts.cores_per_device,
-        num_devices=num_devices,
-        interfaces={name: service.env[name] for service in mine for name in _INTERFACES if name in service.env},
-    )
-    request = Request(
-        node=node,
-        path=path,
-        runs=f"{path}/run" if path else str(tree.root / ".run"),
-        ports=tuple((use.host, use.port, use.purpose) for use in ports_of_node(config, node)),
-        folders=folders,
-        model=config.model.path if num_ranks else "",
-        only_config=config.model.weights == "random",
-        num_devices=num_devices,
-    )
-    names = packages.needed((tree.root / "pyproject.toml").read_text(encoding="utf-8"), config.device)
-    return Patient(shell=shell_of(node, config.hosts), config=config, expected=expected, request=request, packages=names)
-
-
 def _python(patient: Patient) -> tuple[Row, Mapping[str, str]]:
     node = patient.shell.node
     try:
@@ -161,10 +101,10 @@ def _clock(node: str, talk: Conversation) -> Row:
         return Row(level="warn", node=node, what="clock", text=f"date says {told!r}")
 
 
-def _alike(examined: Mapping[str, Examined], config: ClusterConfig) -> Iterator[Row]:
+def _alike(examined: Mapping[str, Examined]) -> Iterator[Row]:
     """What must not differ between machines."""
     with_python = {node: each.versions for node, each in examined.items() if each.versions}
-    shown = ("python", "torch", "torch_npu") if config.device == "npu" else ("python", "torch")
+    shown = ("python", "torch", "torch_npu")
     for name in sorted({name for versions in with_python.values() for name in versions}):
         row = unequal(name, {node: versions.get(name, "") for node, versions in with_python.items()})
         if name in shown or row.level != "ok":

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from longcat_pd.cluster.shell import Unreachable
+from longcat_pd.cluster.telling import EXIT_FAILED, EXIT_OK, EXIT_REFUSED
 
 T = TypeVar("T")
 R = TypeVar("R")
-EXIT_FAILED, EXIT_REFUSED = 1, 2
 
 
 class StepFailed(Exception):
@@ -38,7 +38,7 @@ class Outcome(Generic[R]):
         """Exit status: a machine that is not reached, or is not the one it should be, is a refusal."""
         if any(isinstance(fault, Unreachable) for fault in self.faults):
             return EXIT_REFUSED
-        return EXIT_FAILED if self.faults else 0
+        return EXIT_FAILED if self.faults else EXIT_OK
 
 
 def everywhere(items: Sequence[tuple[str, T]], step: Callable[[T], R]) -> Outcome[R]:

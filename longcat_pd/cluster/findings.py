@@ -102,7 +102,7 @@ def states(said: tuple[str, ...], name: str, good: str) -> tuple[Level, str]:
 
 
 def clock(node: str, *, asked: float, heard: float, told: float) -> Row:
-    """Difference to the clock of this machine. ``asked``, ``heard``: when, by that one; half of the time between is error."""
+    """Difference to the clock of this machine. ``asked``, ``heard``: when, by that one; half of it is error."""
     error, ahead = (heard - asked) / 2, told - (asked + heard) / 2
     level: Level = "warn" if abs(ahead) - error > _MOST_CLOCK_S else "ok"
     where = "ahead of" if ahead > 0 else "behind"

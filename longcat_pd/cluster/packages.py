@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from longcat_pd.cluster.everywhere import StepFailed
@@ -18,7 +19,9 @@ from longcat_pd.cluster.shell import Shell
 OLDEST_PYTHON = (3, 10)
 ASK_S = 60.0
 _SCRIPT = Path(__file__).parent / "node" / "packages.py"
-_MODULES = {"prometheus-client": "prometheus_client", "pyyaml": "yaml", "pyzmq": "zmq"}  # named otherwise than they are
+_OF_DEVICE = MappingProxyType({"npu": ("torch_npu",)})
+# Modules that are named otherwise than their distributions.
+_MODULES = MappingProxyType({"prometheus-client": "prometheus_client", "pyyaml": "yaml", "pyzmq": "zmq"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +45,7 @@ def needed(pyproject: str, device: Literal["cpu", "cuda", "npu"]) -> tuple[str, 
     """Distributions that a ``pyproject.toml`` asks for, and torch."""
     block = re.search(r"^dependencies = \[(.*?)^\]", pyproject, re.MULTILINE | re.DOTALL)
     names = re.findall(r'^\s*"([A-Za-z0-9._-]+)', block.group(1), re.MULTILINE) if block else []
-    return (*names, "torch", *(("torch_npu",) if device == "npu" else ()))
+    return (*names, "torch", *_OF_DEVICE.get(device, ()))
 
 
 def ask(shell: Shell, python: str, names: Sequence[str]) -> Packages:

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 from longcat_pd.cluster.conversation import Conversation, last_words
 from longcat_pd.cluster.everywhere import StepFailed
@@ -26,6 +26,7 @@ _ASK_S, _COMPARE_S, _COPY_S, _INSTALL_S = 60.0, 300.0, 900.0, 3600.0
 _SILENT_S = 60  # of rsync, after which the link is given up
 _LINK_STATUSES = (10, 12, 30, 35, 255)  # of rsync: socket, protocol stream, silence, connection, its ssh
 _KIB, _MIB = 1 << 10, 1 << 20
+_EXTRAS = MappingProxyType({"npu": "npu"})  # of pyproject.toml, by device
 _INSTALL = 'set -eu; extra="$2"; . "$1/deploy/venv.sh"'
 
 
@@ -88,7 +89,7 @@ class NodeCode:
     def make_environment(self) -> Packages:
         """The interpreter and its packages: made in the release, or only looked at where ``hosts.python`` names one."""
         if not self.config.hosts.python:
-            extra = "npu" if self.config.device == "npu" else "cpu"
+            extra = _EXTRAS.get(self.config.device, "cpu")
             done = self.shell.run(["bash", "-c", _INSTALL, "bash", self.release, extra], timeout_s=_INSTALL_S)
             if done.status:
                 raise StepFailed(self.shell.node, f"no environment: {_words(done)}")

@@ -178,9 +178,11 @@ class Hosts:
         self.known_hosts.write_text("".join(lines), encoding="utf-8")
 
     def restore(self) -> None:
-        """Hosts as at the beginning: running, connected, known, with nothing on their disks."""
+        """Hosts as at the beginning: running sshd alone, connected, known, with nothing on their disks."""
         self.write_known_hosts()
         for number in range(self.count):
+            if number in self._lives and self._has_more_than_sshd(number):
+                self.kill(number)
             if number not in self._lives:
                 self.revive(number)
             self.link(number, True)
@@ -195,6 +197,10 @@ class Hosts:
         self._switch = None
         if self._net:  # goes with its other end, whose namespace the kernel clears away in its own time
             subprocess.run(["ip", "link", "delete", f"lcpd{self.token}"], capture_output=True, check=False)
+
+    def _has_more_than_sshd(self, number: int) -> bool:
+        processes = self.exec(number, "cat /proc/[0-9]*/comm 2>/dev/null; true").split()
+        return any(name not in ("sshd", "sh", "cat") for name in processes)
 
     @property
     def _path(self) -> str:
