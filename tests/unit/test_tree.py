@@ -39,6 +39,7 @@ def test_of_git_what_is_tracked_as_it_lies_there(root: Path) -> None:
     git(root, "add", "-A")
     git(root, "commit", "--quiet", "-m", "all")
     clean = tree_of(root)
+    before = clean.digest
     assert clean.paths == ("deep/er/one.py", "to", "two.py") and "uncommitted" not in clean.notes[0]
     (root / "two.py").write_text("changed\n")
     (root / "deep" / "er" / "one.py").unlink()
@@ -47,7 +48,7 @@ def test_of_git_what_is_tracked_as_it_lies_there(root: Path) -> None:
     assert dirty.paths == ("to", "two.py")
     assert "with 2 uncommitted changes" in dirty.notes[0]
     assert dirty.notes[1].startswith("1 files that git does not track stay here, such as three.py")
-    assert dirty.digest != clean.digest
+    assert dirty.digest != before
 
 
 def test_a_damaged_repository_is_not_taken_for_none(root: Path) -> None:
