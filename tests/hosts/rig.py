@@ -177,15 +177,17 @@ class Hosts:
         lines = [f"{self.address(number)} {key}" for number, key in keys.items() if number not in without]
         self.known_hosts.write_text("".join(lines), encoding="utf-8")
 
-    def restore(self) -> None:
+    def restore(self, *, keeps_disks: bool = False) -> None:
         """Hosts as at the beginning: running sshd alone, connected, known, with nothing on their disks."""
         self.write_known_hosts()
         for number in range(self.count):
-            if number in self._lives and self._has_more_than_sshd(number):
+            if number in self._lives and self.processes(number):
                 self.kill(number)
             if number not in self._lives:
                 self.revive(number)
             self.link(number, True)
+            if keeps_disks:
+                continue
             self.exec(number, f"find {self.disk} -mindepth 1 -delete; mkdir {self.disk}/tools")
 
     def close(self) -> None:
@@ -198,9 +200,10 @@ class Hosts:
         if self._net:  # goes with its other end, whose namespace the kernel clears away in its own time
             subprocess.run(["ip", "link", "delete", f"lcpd{self.token}"], capture_output=True, check=False)
 
-    def _has_more_than_sshd(self, number: int) -> bool:
-        processes = self.exec(number, "cat /proc/[0-9]*/comm 2>/dev/null; true").split()
-        return any(name not in ("sshd", "sh", "cat") for name in processes)
+    def processes(self, number: int) -> list[str]:
+        """What runs on a host besides sshd."""
+        names = self.exec(number, "cat /proc/[0-9]*/comm 2>/dev/null; true").split()
+        return [name for name in names if name not in ("sshd", "sh", "cat")]
 
     @property
     def _path(self) -> str:

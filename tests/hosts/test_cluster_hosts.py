@@ -1,0 +1,148 @@
+"""A whole cluster over four hosts: decode on 0 and 1, prefill on 2 and 3, the balancer on 3; the faults that hosts have."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from longcat_pd.cluster.code import distribute
+from tests.clone import ROOT
+from tests.hosts.clusters import cluster_tree, place, write_cluster
+from tests.hosts.rig import Hosts
+from tests.parity.conftest import MakeCheckpoint
+
+ENGINE = {"block_size": 16, "max_num_seqs": 4, "rank_lost_s": 4, "step_timeout_s": 20, "drain_timeout_s": 4}
+
+
+class Cluster:
+    """The verbs of run_pd.sh over the hosts. ``said``: all that the last of them wrote."""
+
+    def __init__(self, hosts: Hosts, folder: Path) -> None:
+        tree = cluster_tree(hosts, model=hosts.disk / "model")
+        tree["model"]["served_name"] = "tiny"
+        for role in ("decode", "prefill"):
+            tree[role]["engine"] = dict(ENGINE)
+        self.hosts, self.said = hosts, ""
+        self.file = write_cluster(folder / "four.yaml", tree)
+        self._root = folder / "root"
+        self._root.mkdir()
+        self.url = f"http://{hosts.address(3)}:8081"
+
+    def __call__(self, verb: str, *rest: str, timeout_s: float = 240.0) -> int:
+        done = subprocess.run(
+            [sys.executable, "-m", "longcat_pd.cluster", "--root", str(self._root), verb, str(self.file), *rest],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        self.said = done.stdout
+        return done.returncode
+
+    def ask(self, timeout_s: float = 30.0) -> tuple[int, Any]:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0}
+        answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=timeout_s, trust_env=False)
+        return answer.status_code, answer.json()
+
+    def left(self) -> list[list[str]]:
+        """Processes of each host besides sshd."""
+        return [self.hosts.processes(number) for number in range(4)]
+
+
+@pytest.fixture(scope="module")
+def deployed(machines: Hosts, tiny: MakeCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    """Code and a checkpoint of their own on all hosts."""
+    machines.restore()
+    cluster = Cluster(machines, tmp_path_factory.mktemp("cluster"))
+    assert distribute(ROOT, cluster.file, overrides=()) == 0
+    for number in range(4):
+        machines.exec(number, f"cp -r {tiny('2.0', with_tokenizer=True)} {machines.disk}/model")
+    return cluster
+
+
+@pytest.fixture
+def cluster(deployed: Cluster) -> Iterator[Cluster]:
+    """Nothing of it runs at the beginning, and nothing at the end."""
+    deployed.hosts.restore(keeps_disks=True)
+    yield deployed
+    deployed.hosts.restore(keeps_disks=True)
+    for number in range(4):
+        deployed.hosts.exec(number, f"rm -rf {place(deployed.hosts)}/run")
+
+
+def test_start_answers_stop_and_nothing_stays(cluster: Cluster) -> None:
+    assert cluster("start") == 0, cluster.said
+    assert f"curl -X POST {cluster.url}/v1/chat/completions" in cluster.said
+    status, answer = cluster.ask()
+    assert status == 200 and answer["usage"]["completion_tokens"] == 8, answer
+    seen = cluster.hosts.exec(0, f"curl -sf --noproxy '*' {cluster.url}/ready && echo; cat /proc/net/dev")
+    assert '"ready":true' in seen.replace(" ", ""), "hosts see the balancer under its own address too"
+    assert cluster("status") == 0 and cluster.said.count("ready") >= 3
+    before = cluster.left()
+    assert all(before)
+    assert cluster("start") == 2 and "already running" in cluster.said
+    assert cluster.left() == before, "the second start has neither doubled nor ended anything"
+    assert cluster("stop") == 0, cluster.said
+    assert cluster.left() == [[]] * 4
+    assert cluster("status") == 3
+
+
+def test_a_link_that_is_cut_in_service_and_comes_back(cluster: Cluster) -> None:
+    assert cluster("start") == 0, cluster.said
+    cluster.hosts.link(1, False)
+    status, answer = cluster.ask(timeout_s=60.0)
+    assert status >= 500 and "error" in answer, "ranks of the decode instance cannot be reached"
+    assert cluster("status") != 0 and cluster.hosts.address(1) in cluster.said
+    cluster.hosts.link(1, True)
+    cluster("stop")
+    assert cluster.left() == [[]] * 4, cluster.said
+    assert cluster("start") == 0, cluster.said
+    assert cluster.ask()[0] == 200
+    assert cluster("stop") == 0
+
+
+def test_a_host_that_loses_its_power_in_service(cluster: Cluster) -> None:
+    assert cluster("start") == 0, cluster.said
+    cluster.hosts.kill(1)
+    status, answer = cluster.ask(timeout_s=60.0)
+    assert status >= 500 and "error" in answer
+    assert cluster("stop") != 0 and cluster.hosts.address(1) in cluster.said
+    assert [cluster.hosts.processes(number) for number in (0, 2, 3)] == [[]] * 3
+    cluster.hosts.revive(1)
+    assert cluster("start") == 0, cluster.said
+    assert cluster("stop") == 0
+
+
+def test_a_host_that_never_comes_up(cluster: Cluster) -> None:
+    cluster.hosts.kill(2)
+    assert cluster("start") == 2
+    assert cluster.hosts.address(2) in cluster.said
+    assert [cluster.hosts.processes(number) for number in (0, 1, 3)] == [[]] * 3
+
+
+def test_weights_that_one_host_lacks(cluster: Cluster) -> None:
+    cluster.hosts.exec(1, f"mv {cluster.hosts.disk}/model {cluster.hosts.disk}/elsewhere")
+    try:
+        assert cluster("start") != 0
+    finally:
+        cluster.hosts.exec(1, f"mv {cluster.hosts.disk}/elsewhere {cluster.hosts.disk}/model")
+    assert "model.path" in cluster.said and cluster.hosts.address(1) in cluster.said
+    assert cluster.left() == [[]] * 4
+
+
+def test_a_port_that_is_taken(cluster: Cluster) -> None:
+    address = cluster.hosts.address(2)
+    listen = f"import socket, time; s = socket.create_server(('{address}', 30001)); time.sleep(300)"
+    cluster.hosts.exec(2, f'{sys.executable} -c "{listen}" >/dev/null 2>&1 </dev/null &')
+    assert cluster("start") == 2
+    assert f"port 30001 on {address}" in cluster.said and "is taken by pid" in cluster.said
+    assert [cluster.hosts.processes(number) for number in (0, 1, 3)] == [[]] * 3
