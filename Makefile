@@ -1,10 +1,10 @@
-# check: format, lint, types, floors · test: everything that is not slow · parity, fault: all of their folder · fuzz: schemathesis and mutated bodies at length · bench: docs/benchmarks.md · bench-stages: the path of one decode step (WRITE=1: docs/benchmarks.md)
+# check: format, lint, types, floors · test: everything that is not slow · parity, fault, hosts: all of their folder · fuzz: schemathesis and mutated bodies at length · bench: docs/benchmarks.md · bench-stages: the path of one decode step (WRITE=1: docs/benchmarks.md)
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/dev-installed
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q
 
-.PHONY: check test parity fault fuzz bench bench-stages clean
+.PHONY: check test parity fault hosts fuzz bench bench-stages clean
 
 $(STAMP): pyproject.toml
 	test -x $(PYTHON) || python3 -m venv $(VENV)
@@ -25,6 +25,9 @@ parity: $(STAMP)
 
 fault: $(STAMP)
 	$(PYTEST) tests/fault
+
+hosts: $(STAMP)
+	$(PYTEST) tests/hosts
 
 fuzz: $(STAMP)
 	$(PYTEST) -s -m slow tests/unit/test_malformed.py tests/integration/test_openapi.py

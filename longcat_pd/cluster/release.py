@@ -25,6 +25,7 @@ _SCRIPT = Path(__file__).parent / "node" / "code.sh"
 _ASK_S, _COMPARE_S, _COPY_S, _INSTALL_S = 60.0, 300.0, 900.0, 3600.0
 _SILENT_S = 60  # of rsync, after which the link is given up
 _LINK_STATUSES = (10, 12, 30, 35, 255)  # of rsync: socket, protocol stream, silence, connection, its ssh
+_FILE_STATUS = 11  # of rsync: reading or writing files
 _KIB, _MIB = 1 << 10, 1 << 20
 _EXTRAS = MappingProxyType({"npu": "npu"})  # of pyproject.toml, by device
 _INSTALL = 'set -eu; extra="$2"; . "$1/deploy/venv.sh"'
@@ -133,12 +134,21 @@ class NodeCode:
         said = done.stderr.decode(errors="replace")
         if done.status == 127:
             return StepFailed(self.shell.node, "rsync is missing on the machine that this runs on; install it")
-        if "No space left on device" in said or "Disk quota exceeded" in said:
-            free = int(self._ask("free")["free_kib"][0]) * _KIB
-            return StepFailed(self.shell.node, f"disk full while it was copied: {self._numbers(free)}")
+        if (fault := self._why_full(done.status, said)) is not None:
+            return fault
         if done.status in _LINK_STATUSES and (fault := self.shell.fault(255, done.stderr)) is not None:
             return fault
         return StepFailed(self.shell.node, f"rsync ended with exit status {done.status}: {_words(done)}")
+
+    def _why_full(self, status: int, said: str) -> StepFailed | None:
+        """Its words do not always arrive with the status."""
+        is_told = "No space left on device" in said or "Disk quota exceeded" in said
+        if not is_told and status != _FILE_STATUS:
+            return None
+        free = int(self._ask("free")["free_kib"][0]) * _KIB
+        if not is_told and free >= self.tree.disk_bytes:
+            return None
+        return StepFailed(self.shell.node, f"disk full while it was copied: {self._numbers(free)}")
 
     def _numbers(self, free: int) -> str:
         needed_bytes = self.tree.disk_bytes

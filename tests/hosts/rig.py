@@ -32,6 +32,7 @@ mount -t tmpfs -o "size=$2m,mode=755" tmpfs "$3"
 mkdir "$3/tools"
 mount -t tmpfs -o size=1m,mode=755 tmpfs /run
 mkdir -m 755 /run/sshd
+[ ! -e "$HOME/.bashrc" ] || mount --bind /dev/null "$HOME/.bashrc"
 ip link set lo up
 echo made
 read -r _ || exit 0

@@ -96,6 +96,7 @@ def test_start_answers_stop_and_nothing_stays(cluster: Cluster) -> None:
     assert cluster("status") == 3
 
 
+@pytest.mark.slow
 def test_a_link_that_is_cut_in_service_and_comes_back(cluster: Cluster) -> None:
     assert cluster("start") == 0, cluster.said
     cluster.hosts.link(1, False)
@@ -110,6 +111,7 @@ def test_a_link_that_is_cut_in_service_and_comes_back(cluster: Cluster) -> None:
     assert cluster("stop") == 0
 
 
+@pytest.mark.slow
 def test_a_host_that_loses_its_power_in_service(cluster: Cluster) -> None:
     assert cluster("start") == 0, cluster.said
     cluster.hosts.kill(1)

@@ -6,11 +6,13 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from longcat_pd.cluster.code import distribute
+from longcat_pd.cluster.release import NodeCode
 from longcat_pd.cluster.tree import tree_of
 from longcat_pd.errors import ConfigError
 from tests.hosts.clusters import cluster_tree, place, write_cluster, write_code
@@ -108,7 +110,8 @@ def test_a_full_disk_is_named_with_numbers_and_nothing_is_switched(
 def test_a_disk_that_fills_while_it_is_copied(
     hosts: Hosts, root: Path, code: Distribute, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("longcat_pd.cluster.tree.Tree.disk_bytes", 0)
+    look = NodeCode.look
+    monkeypatch.setattr(NodeCode, "look", lambda node: replace(look(node), free_bytes=1 << 40))
     (root / "large").write_bytes(os.urandom(3 << 20))
     hosts.exec(2, f"head -c {(hosts.disk_mib - 1) << 20} /dev/zero >{hosts.disk}/filler")
     assert code() == 1
