@@ -15,7 +15,7 @@ from pathlib import Path
 
 from longcat_pd.cluster.everywhere import Outcome, everywhere
 from longcat_pd.cluster.release import NodeCode, Place
-from longcat_pd.cluster.shell import Unreachable, shell_of
+from longcat_pd.cluster.shell import Shell, Unreachable, is_this_machine, shell_of
 from longcat_pd.cluster.telling import EXIT_FAILED, EXIT_OK, complain, say
 from longcat_pd.cluster.tree import Tree, tree_of
 from longcat_pd.config.checks import pools
@@ -105,9 +105,10 @@ def nodes_with(config: ClusterConfig, tree: Tree) -> Nodes:
     return [(shell.node, NodeCode(shell, config=config, tree=tree)) for shell in once]
 
 
-def graph_places(config: ClusterConfig, node: str) -> tuple[str, ...]:
+def graph_places(config: ClusterConfig, shell: Shell) -> tuple[str, ...]:
     """The folders in which ranks on a machine look for compiled graphs."""
-    engines = [pool.engine for _, pool in pools(config) if any(node in each.nodes for each in pool.instances)]
+    nodes = {node for node in nodes_of(config) if is_this_machine(node)} if shell.is_here else {shell.node}
+    engines = [pool.engine for _, pool in pools(config) if any(nodes & set(each.nodes) for each in pool.instances)]
     return tuple(dict.fromkeys(engine.compile_cache or _DEFAULT_GRAPHS for engine in engines))
 
 
@@ -115,7 +116,7 @@ def _fetch(node: NodeCode, place: Place, *, graphs: Path | None) -> Report:
     num_sent = 0 if place.has_release else node.fetch(place)
     packages = node.make_environment()
     if graphs is not None:
-        node.copy_graphs(graphs, graph_places(node.config, node.shell.node))
+        node.copy_graphs(graphs, graph_places(node.config, node.shell))
     return Report(num_sent=num_sent, was_there=place.has_release, python=packages.python)
 
 

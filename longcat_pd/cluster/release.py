@@ -134,8 +134,8 @@ class NodeCode:
         said = done.stderr.decode(errors="replace")
         if done.status == 127:
             return StepFailed(self.shell.node, "rsync is missing on the machine that this runs on; install it")
-        if (fault := self._why_full(done.status, said)) is not None:
-            return fault
+        if (full := self._why_full(done.status, said)) is not None:
+            return full
         if done.status in _LINK_STATUSES and (fault := self.shell.fault(255, done.stderr)) is not None:
             return fault
         return StepFailed(self.shell.node, f"rsync ended with exit status {done.status}: {_words(done)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -220,6 +221,25 @@ def test_packages_that_are_missing_are_listed(
     assert currents(hosts) == ["none"] * 4
     assert code("hosts.python=/no/python") == 1
     assert "/no/python" in capsys.readouterr().err
+
+
+def test_without_hosts_python_each_release_makes_its_own_environment(
+    hosts: Hosts, root: Path, code: Distribute, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root / "deploy").mkdir()
+    made = 'root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"; mkdir -p "$root/.venv/bin"\n'
+    made += 'echo "$extra" >"$root/.venv/extra"\n'
+    link = f'printf \'#!/bin/sh\\nexec {sys.executable} "$@"\\n\' >"$root/.venv/bin/python"\n'
+    link += 'chmod +x "$root/.venv/bin/python"\n'
+    (root / "deploy" / "venv.sh").write_text(f"{made}{link}echo no index can be reached >&2; exit 3\n")
+    assert code("hosts.python=''") == 1
+    assert capsys.readouterr().err.count("no environment: no index can be reached") == 4
+    assert currents(hosts) == ["none"] * 4
+    (root / "deploy" / "venv.sh").write_text(made + link)
+    assert code("hosts.python=''") == 0
+    assert hosts.exec(1, f"cat {place(hosts)}/current/.venv/extra") == "cpu\n"
+    assert code("hosts.python=''") == 0, "an environment does not make a release a damaged one"
+    assert capsys.readouterr().out.count("was there already") == 4
 
 
 def test_two_at_once_are_kept_apart(hosts: Hosts, root: Path, code: Distribute, capsys: pytest.CaptureFixture[str]) -> None:
