@@ -46,6 +46,7 @@ class Cluster:
             check=False,
         )
         self.said = done.stdout
+        print(f"{verb} -> {done.returncode}\n{done.stdout}")
         return done.returncode
 
     def ask(self, timeout_s: float = 30.0) -> tuple[int, Any]:
