@@ -132,6 +132,17 @@ def test_a_host_that_never_comes_up(cluster: Cluster) -> None:
     assert [cluster.hosts.processes(number) for number in (0, 1, 3)] == [[]] * 3
 
 
+def test_hosts_that_are_not_who_they_should_be_and_keys_that_open_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.hosts.write_known_hosts(without=[1])
+    assert cluster("start") == 2
+    assert f"the host key of {cluster.hosts.address(1)} is not in" in cluster.said
+    cluster.hosts.write_known_hosts()
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "other")], check=True)
+    assert cluster("start", "--set", f"hosts.identity_file={tmp_path / 'other'}") == 2
+    assert "permission denied" in cluster.said
+    assert cluster.left() == [[]] * 4
+
+
 def test_weights_that_one_host_lacks(cluster: Cluster) -> None:
     cluster.hosts.exec(1, f"mv {cluster.hosts.disk}/model {cluster.hosts.disk}/elsewhere")
     try:
