@@ -43,6 +43,7 @@ def check_layout(role: Role, pool: PoolConfig, config: ClusterConfig, *, found: 
     _check_tiling(role, pool.parallel, found=found)
     _check_parts(role, pool.parallel, found=found)
     _check_dispatch(role, pool, config, found=found)
+    _check_tables(role, pool, found=found)
 
 
 def check_layout_fits(role: Role, parallel: ParallelConfig, model: ModelConfig, *, found: Findings) -> None:
@@ -59,6 +60,10 @@ def check_layout_fits(role: Role, parallel: ParallelConfig, model: ModelConfig, 
         key = f"{path}.moe_tp_size"
         text = "must be 1 for int8 experts, whose rows are quantised over their whole inner width; use ep_size"
         found.cross([key], f"{key}={parallel.moe_tp_size}: {text}")
+    if model.over_embedding is None and parallel.ngram_tables != "device":
+        key = f"{path}.ngram_tables"
+        text = "has no effect, the checkpoint has no n-gram tables; leave it out"
+        found.cross([key], f"{key}={parallel.ngram_tables}: {text}")
     tables, key = parallel.ngram_embed_tp_size, f"{path}.ngram_embed_tp_size"
     if model.over_embedding is None and tables not in (1, parallel.embed_tp_size):
         found.cross([key], f"{key}={tables}: has no effect, the checkpoint has no n-gram tables; leave it out")
@@ -130,6 +135,16 @@ def _check_dispatch(role: Role, pool: PoolConfig, config: ClusterConfig, *, foun
     elif is_derived and parallel.world_size > devices and devices % local:
         text = f"is {local} ranks of {keys[1]}={parallel.ep_size} on each node, which do not divide devices_per_node"
         found.cross([*keys, "devices_per_node"], f"{keys[0]}={nodes}{source}: {text}; set it")
+
+
+def _check_tables(role: Role, pool: PoolConfig, *, found: Findings) -> None:
+    """A graph stays on the device. Prompts are never computed by one."""
+    mode, tables = pool.engine.exe_mode, pool.parallel.ngram_tables
+    if role != "prefill" and tables == "host" and mode != "eager":
+        keys = [f"{role}.parallel.ngram_tables", f"{role}.engine.exe_mode"]
+        found.cross(
+            keys, f"{keys[0]}=host: rows are looked up outside of graphs, and {keys[1]}={mode}; use device, or eager"
+        )
 
 
 def _divisors(model: ModelConfig) -> Iterator[_Divisor]:

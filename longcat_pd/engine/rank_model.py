@@ -11,12 +11,12 @@ import torch
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import RankSpec
 from longcat_pd.engine.grammar import Vocabulary
-from longcat_pd.engine.stage_model import build_stage, data_type
+from longcat_pd.engine.stage_model import build_stage
 from longcat_pd.kernels import Ops
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.models.causal_lm import CausalLM
 from longcat_pd.models.checkpoint import checkpoint_digest
-from longcat_pd.parallel.layout import layers_of_stage
+from longcat_pd.models.stage import Stage, data_type
 from longcat_pd.parallel.mesh import Mesh
 
 
@@ -63,28 +63,24 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
     config = ModelConfig.load(instance.model.path)
     dtype, device = data_type(instance, config), mesh.device
     mesh.warm_up()
-    pp = mesh.axis("pp")
-    layers = layers_of_stage(instance.parallel, config.num_layers, pp.rank)
-    is_last = pp.rank == pp.size - 1
-    has_draft = is_last and instance.engine.num_draft_tokens > 0
-    cached = range(layers.start, layers.stop + has_draft)
+    stage = Stage.of(instance, config, mesh.axis("pp").rank)
     memory = mesh.platform.runtime.memory()
-    cache = KVCache.of_layers(config, cached, engine=instance.engine, dtype=dtype, device=device, memory=memory)
-    stage = build_stage(instance, mesh, config=config, cache=cache, layers=layers, has_draft=has_draft)
+    cache = KVCache.of_layers(config, stage.cached, engine=instance.engine, dtype=dtype, device=device, memory=memory)
+    built = build_stage(instance, mesh, stage=stage, config=config, cache=cache)
     has_weights = instance.model.weights == "checkpoint"
     return RankModel(
-        model=stage.model,
-        ops=stage.ops,
+        model=built.model,
+        ops=built.ops,
         cache=cache,
         hidden_size=config.hidden_size,
         dtype=dtype,
         device=device,
-        ngram_order=config.over_embedding.oe_neighbor_num if config.over_embedding and pp.rank == 0 else 0,
+        ngram_order=config.over_embedding.oe_neighbor_num if config.over_embedding and stage.is_first else 0,
         vocab_size=config.vocab_size,
         model_digest=checkpoint_digest(Path(instance.model.path), has_weights=has_weights),
-        weight_bytes=stage.weight_bytes,
+        weight_bytes=built.weight_bytes,
         load_s=time.monotonic() - began,
-        memory=stage.model.memory(cache),
-        has_draft=has_draft,
-        vocabulary=Vocabulary.load(instance.model.path, config.vocab_size, config.eos_token_id) if is_last else None,
+        memory=built.model.memory(cache),
+        has_draft=stage.has_draft,
+        vocabulary=Vocabulary.load(instance.model.path, config.vocab_size, config.eos_token_id) if stage.is_last else None,
     )

@@ -45,8 +45,10 @@ class CausalLM(nn.Module):
 
     def memory(self, cache: KVCache) -> Footprint:
         """Bytes that this rank allocated, by part (see ``footprint``); ``cache`` is the context's."""
-        word = None if self.ngram is None else self.ngram.word
-        return footprint(self, cache, ngram=self.ngram, word=word, draft=self.draft)
+        ngram = self.ngram
+        word = None if ngram is None else ngram.word
+        host_rows = ngram.rows if ngram is not None and ngram.has_host_rows else None
+        return footprint(self, cache, ngram=ngram, word=word, draft=self.draft, host_rows=host_rows)
 
     def forward(self, inputs: ForwardInputs, hidden: Tensor | None, on_layer: Callable[[int], None] | None) -> Tensor:
         """The stream [T, hidden] behind this stage's layers.

@@ -21,7 +21,8 @@ class ModelContext:
     holds the entries of those layers, and with ``has_draft`` those of the draft layer behind them. ``kv_access`` says which
     keys an attention can see: all of them in this rank's cache (local), all after an exchange over ``cp`` (gathered), or
     this rank's share over ``kvp`` (partitioned). ``int8`` has the names, without ``.weight``, of the tensors that the
-    checkpoint stores as int8 with a scale. ``moe_dispatch`` says how rows come to experts that other ranks have.
+    checkpoint stores as int8 with a scale. ``moe_dispatch`` says how rows come to experts that other ranks have. ``host``:
+    where the rows of the n-gram tables are kept and looked up, apart from ``device``; None: there too.
     """
 
     config: ModelConfig
@@ -36,4 +37,5 @@ class ModelContext:
     device: torch.device
     int8: frozenset[str] = frozenset()
     moe_dispatch: str = "gather"
+    host: torch.device | None = None
     has_draft: bool = False  # last stage only

@@ -20,9 +20,12 @@ from longcat_pd.models.weight_spec import WeightSpec
 from longcat_pd.parallel.collectives import AxisGroup
 
 
-def empty_parameter(context: ModelContext, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """A parameter without content, in the model's data type unless told."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype or context.dtype, device=context.device), requires_grad=False)
+def empty_parameter(
+    context: ModelContext, *shape: int, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> nn.Parameter:
+    """A parameter without content, in the model's data type and on its device unless told."""
+    made = torch.empty(shape, dtype=dtype or context.dtype, device=device or context.device)
+    return nn.Parameter(made, requires_grad=False)
 
 
 def copy_into(target: Tensor) -> Callable[[Tensor], None]:

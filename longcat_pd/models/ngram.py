@@ -27,7 +27,7 @@ class NgramEmbedding(nn.Module):
 
     The projections stand side by side, so that all of them are one product with the looked-up vectors side by side. Each
     rank of ``ngram_embed_tp`` has a run of the rows of all tables: it looks up what the others ask for, and gets back what
-    its own share of rows asked for.
+    its own share of rows asked for. Rows on the host are looked up there: numbers go to it, vectors come back.
     """
 
     def __init__(self, context: ModelContext) -> None:
@@ -42,7 +42,8 @@ class NgramEmbedding(nn.Module):
         self._exchange = RowExchange(mesh.axis("ngram_embed_tp"), mesh.axis("attn_tp"), by_shares=True)
         self._own = run_of(self._starts[-1], self._exchange.group.size, self._exchange.group.rank)
         self.word = VocabEmbedding(context)
-        self.rows = empty_parameter(context, len(self._own), self._width)
+        self.has_host_rows = context.host is not None
+        self.rows = empty_parameter(context, len(self._own), self._width, device=context.host)
         self.projection = empty_parameter(context, tables.num_tables * self._width, config.hidden_size)
 
         def constant(values: object) -> nn.Buffer:
@@ -58,11 +59,17 @@ class NgramEmbedding(nn.Module):
         """[T] and [T, N] (see ``ForwardInputs.ngram_windows``) -> the stream [T, hidden]."""
         group, shares, word = self._exchange.group, self._exchange.shares, self.word(token_ids, rows)
         if group.size == 1:
-            ids = self._numbers(shares.enter(windows, rows))
-            return self._mean(functional.embedding(ids, self.rows), word)
+            return self._mean(self._looked_up(self._numbers(shares.enter(windows, rows))), word)
         ids = group.all_gather(self._numbers(shares.take(windows, rows)))
-        vectors = self._exchange.total_share(vectors_of(ids, self.rows, self._own.start), rows)
+        vectors = self._exchange.total_share(self._looked_up(ids), rows)
         return shares.give(self._mean(vectors, shares.hand_in(word, rows)), rows)
+
+    def _looked_up(self, ids: Tensor) -> Tensor:
+        """[rows, tables] -> [rows, tables, width], zeros where another rank has the row; found where the rows are kept."""
+        there = ids.to(self.rows.device)
+        if self._exchange.group.size == 1:
+            return functional.embedding(there, self.rows).to(ids.device)
+        return vectors_of(there, self.rows, self._own.start).to(ids.device)
 
     def _numbers(self, windows: Tensor) -> Tensor:
         """Row numbers [T, tables], counted over all tables."""

@@ -76,7 +76,8 @@ class AxisGroup:
         name: the axis.
         size: how many they are.
         rank: this rank's coordinate among them.
-        line: their process group; None when the axis has one rank.
+        line: their process group; None when the axis has one rank, and where a rank is only looked at: then its modules can
+            be built and cannot compute.
         collectives: a name in COLLECTIVES.
 
     ``communicator``: what a device's operators that communicate themselves call these ranks, apart from all other groups.
@@ -84,7 +85,7 @@ class AxisGroup:
     """
 
     def __init__(self, name: str, size: int, rank: int, line: Line | None, *, collectives: str = "pairwise") -> None:
-        assert (size == 1) == (line is None), (name, size)
+        assert size > 1 or line is None, name
         self.name = name
         self.size = size
         self.rank = rank
@@ -114,38 +115,38 @@ class AxisGroup:
 
     def all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """The tensors of all ranks, equal in shape, one behind the other along ``dim``."""
-        if self._collectives is None:
+        if self.size == 1:
             return x
-        return _join(self._collectives.gather(x), dim)
+        return _join(self._talking().gather(x), dim)
 
     def all_to_all(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Cuts ``x`` along ``dim`` into equal parts; part j goes to rank j. Returns what came, by rank, along ``dim``."""
-        if self._collectives is None:
+        if self.size == 1:
             return x
         self._assert_parts(x, dim)
-        return _join(self._collectives.swap(x, dim), dim)
+        return _join(self._talking().swap(x, dim), dim)
 
     def all_to_all_rows(self, x: torch.Tensor, out: Sequence[int], into: Sequence[int]) -> torch.Tensor:
         """The first ``out[0]`` rows go to rank 0, the next ``out[1]`` to rank 1, ...; ``into[j]`` rows come from rank j.
 
         All ranks know what comes. Returns what came, by rank.
         """
-        if self._collectives is None:
+        if self.size == 1:
             return x
-        return self._collectives.swap_rows(x, out, into)
+        return self._talking().swap_rows(x, out, into)
 
     def reduce_scatter(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """The sum over ranks of this rank's part (of equal parts along ``dim``)."""
-        if self._collectives is None:
+        if self.size == 1:
             return x
         self._assert_parts(x, dim)
-        return self._collectives.sum_parts(x, dim)
+        return self._talking().sum_parts(x, dim)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, as a new tensor."""
-        if self._collectives is None:
+        if self.size == 1:
             return x
-        return self._collectives.sum(x)
+        return self._talking().sum(x)
 
     def send(self, x: torch.Tensor, to: int) -> None:
         """Sends to the rank at coordinate ``to`` and waits until it was taken."""
@@ -164,6 +165,10 @@ class AxisGroup:
         if x.numel():
             self._line.post_recv(x, frm).wait()
         return x
+
+    def _talking(self) -> Collectives:
+        assert self._collectives is not None, f"{self.name}: {self.size} ranks, and no process group"
+        return self._collectives
 
     def _assert_parts(self, x: torch.Tensor, dim: int) -> None:
         assert x.shape[dim] % self.size == 0, (self.name, tuple(x.shape), dim, self.size)

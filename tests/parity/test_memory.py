@@ -22,7 +22,7 @@ from longcat_pd.sizing.memory import instance_memory
 from longcat_pd.tiny.configs import make_config
 
 CPU = torch.device("cpu")
-MEASURED = ("weights", "n-gram tables", "cache", "index keys", "drafts")
+MEASURED = ("weights", "n-gram tables", "n-gram tables on host", "cache", "index keys", "drafts")
 ENGINE = EngineConfig(block_size=8, num_blocks=7, max_model_len=64, max_num_seqs=8, max_num_batched_tokens=64)
 
 

@@ -44,10 +44,14 @@ def test_every_byte_is_in_one_part_and_counts_once() -> None:
     assert dict(with_draft) == {
         "weights": (9 + 15) * FLOAT,
         "n-gram tables": 14 * FLOAT,
+        "n-gram tables on host": 0,
         "cache": 4 * 16 * FLOAT,
         "index keys": 5 * 16 * FLOAT,
         "drafts": (8 + 8 * 16) * FLOAT,
     }
+    parts = {"ngram": model.ngram, "word": model.ngram.word, "draft": model.draft}
+    apart = footprint(model, blocks, host_rows=model.ngram.rows, **parts)
+    assert dict(apart) == dict(with_draft) | {"n-gram tables": 0, "n-gram tables on host": 14 * FLOAT}
     plain = dict(footprint(model, blocks, ngram=None, word=None, draft=None))
     assert (plain["weights"], plain["n-gram tables"]) == ((9 + 15 + 14 + 8) * FLOAT, 0)
     assert (plain["cache"], plain["index keys"], plain["drafts"]) == (7 * 16 * FLOAT, 10 * 16 * FLOAT, 0)
