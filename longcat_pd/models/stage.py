@@ -14,6 +14,7 @@ from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.models.context import ModelContext
 from longcat_pd.parallel.layout import layers_of_stage
 from longcat_pd.parallel.mesh import Mesh
+from longcat_pd.parallel.platform import platform_of
 
 _HOST = torch.device("cpu")
 
@@ -68,9 +69,15 @@ def stage_context(
         device=mesh.device,
         int8=frozenset(int8),
         moe_dispatch=instance.parallel.moe_dispatch,
-        host=_HOST if instance.parallel.ngram_tables == "host" else None,
+        host=_host_of(instance),
         has_draft=stage.has_draft,
     )
+
+
+def _host_of(instance: InstanceSpec) -> torch.device | None:
+    """Where the rows of n-gram tables are kept if not on the rank's device; None also where ranks have no devices."""
+    has_devices = platform_of(instance.device).is_indexed
+    return _HOST if has_devices and instance.parallel.ngram_tables == "host" else None
 
 
 def data_type(instance: InstanceSpec, config: ModelConfig) -> torch.dtype:

@@ -93,7 +93,9 @@ def check_instance(
         stage = Stage.of(spec, config, number)
         for name, times in reads.against(uses_of(stage, tensors, config, ep_size=spec.parallel.ep_size), complaints):
             seen.times[name] += times
-    unread = [name for name in {**tensors, **dict.fromkeys(stored)} if not _is_known(name, seen.times)]
+    there = stored or (name for name in tensors if config.draft is not None or not is_ignorable(name))
+    needed = (name for name in tensors if not is_ignorable(name))
+    unread = [name for name in dict.fromkeys((*needed, *there)) if not _is_known(name, seen.times)]
     complaints.add("tensors are read by no rank", (name for name in unread if not is_ignorable(name)))
     names = [name for name in seen.times if name in tensors]
     num_scales = sum(name.endswith(SCALE) for name in names)
@@ -127,9 +129,10 @@ class _Seen:
 
 def _compare(built: BuiltRank, planned: RankMemory, tensors: Mapping[str, Shape], complaints: Complaints) -> None:
     """One rank with its plan, and what it asks for with what a checkpoint has."""
+    parts = {**planned.parts, **{f"{part} on host": num_bytes for part, num_bytes in planned.host_parts.items()}}
     for part, num_bytes in built.memory.items():
-        if num_bytes != planned.parts.get(part):
-            text = f"rank {built.rank}: {part} {num_bytes}, planned {planned.parts.get(part)}"
+        if num_bytes != parts.get(part, 0):
+            text = f"rank {built.rank}: {part} {num_bytes}, planned {parts.get(part, 0)}"
             complaints.add("parts of ranks have other bytes than planned", [text])
     if built.num_stored != built.num_parameters:
         text = f"rank {built.rank}: {built.num_stored} of {built.num_parameters}"

@@ -23,7 +23,6 @@ from longcat_pd.models.weight_spec import WeightSpec
 from longcat_pd.parallel.layout import ParallelLayout
 from longcat_pd.parallel.mesh import Mesh
 from longcat_pd.parallel.platform import HostRuntime, Platform
-from longcat_pd.sizing.tilings import Part
 
 _META = torch.device("meta")
 _NOWHERE = Platform(
@@ -38,11 +37,11 @@ _NOWHERE = Platform(
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One reading of a part of a checkpoint tensor of some shape."""
+    """One reading of a checkpoint tensor of some shape. ``part``: first and end in every dimension."""
 
     name: str
     shape: tuple[int, ...]
-    part: Part
+    part: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)

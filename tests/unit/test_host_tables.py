@@ -13,13 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.resolve import load
-from longcat_pd.config.schema import ParallelConfig
+from longcat_pd.config.schema import InstanceSpec, ParallelConfig, Role
 from longcat_pd.errors import ConfigError
 from longcat_pd.models.batch import Rows
 from longcat_pd.models.causal_lm import CausalLM
 from longcat_pd.models.ngram import NgramEmbedding
 from longcat_pd.models.rows import Shares
+from longcat_pd.models.stage import Stage, stage_context
 from longcat_pd.models.weights import fill_random
+from longcat_pd.parallel.mesh import Mesh
 from longcat_pd.sizing.memory import instance_memory
 from tests.parity.test_memory import spec_of
 from tests.releases import FULL_2_0
@@ -82,16 +84,34 @@ def test_rows_on_the_host_have_memory_where_all_else_has_none_and_are_filled() -
     assert told["n-gram tables"] == model.ngram.projection.numel() * 4
 
 
+def on_npu(role: Role, config: ModelConfig, **parallel: Any) -> InstanceSpec:
+    return replace(spec_of(role, config, **parallel), device="npu")
+
+
 def test_the_plan_counts_rows_on_the_host_apart() -> None:
     config = ModelConfig.from_dict(FULL_2_0)
     sizes: dict[str, Any] = {"pp_size": 2, "cp_size": 8, "ngram_embed_tp_size": 8}
-    on_card = instance_memory(spec_of("prefill", config, **sizes), config)
-    on_host = instance_memory(spec_of("prefill", config, **sizes, ngram_tables="host"), config)
-    rows = [rank.parts["n-gram tables on host"] for rank in on_host]
+    on_card = instance_memory(on_npu("prefill", config, **sizes), config)
+    on_host = instance_memory(on_npu("prefill", config, **sizes, ngram_tables="host"), config)
+    rows = [rank.host_parts["n-gram tables"] for rank in on_host]
     assert sum(rows) == 263_630_608 * 512 * 2 and not any(rows[8:])  # 270 GB: those of the first stage's node
-    for card, host in zip(on_card, on_host, strict=True):
-        assert card.parts["n-gram tables on host"] == 0 and card.total_bytes == host.total_bytes
+    for card, host, num_bytes in zip(on_card, on_host, rows, strict=True):
+        assert card.host_parts["n-gram tables"] == 0 and card.total_bytes == host.total_bytes + num_bytes
         assert host.parts["n-gram tables"] == (16 * 512 * 8192 * 2 if host.rank < 8 else 0)
+
+
+def test_where_the_device_is_the_host_there_is_one_memory() -> None:
+    config = ModelConfig.from_dict(FULL_2_0)
+    sizes: dict[str, Any] = {"pp_size": 2, "cp_size": 8, "ngram_embed_tp_size": 8}
+    there, host = (spec_of("prefill", config, **sizes, ngram_tables=tables) for tables in ("device", "host"))
+    assert instance_memory(there, config) == instance_memory(host, config)
+    stage, mesh, context = Stage.of(host, config, 0), Mesh.single(), make_context("2.0")
+    given = {"config": context.config, "mesh": mesh, "ops": context.ops, "cache": context.cache, "int8": ()}
+    hosts = [
+        stage_context(stage, spec, **given).host
+        for spec in (host, there, *(on_npu("prefill", config, **sizes, ngram_tables=t) for t in ("device", "host")))
+    ]
+    assert hosts == [None, None, None, HOST]
 
 
 def test_the_host_is_refused_where_a_graph_would_look_up(cluster: Path) -> None:
