@@ -134,15 +134,17 @@ def _attend(q: Tensor, values: Tensor, *, rope_keys: Tensor, hidden: Tensor) -> 
     """
     num_rows, width = q.shape[1], values.shape[-1]
     sums = torch.promote_types(q.dtype, torch.float32)
-    q, values = in_tiles(q.float()), values.float()
-    turned = torch.bmm(q[..., width:], rope_keys.float().transpose(1, 2))
+    hidden = functional.pad(hidden, (0, -hidden.shape[-1] % ROW_TILE), value=True)
+    q, values, rope_keys = in_tiles(q.float()), in_tiles(values.float()), in_tiles(rope_keys.float())
+    turned = torch.bmm(q[..., width:], rope_keys.transpose(1, 2))
     scores = torch.baddbmm(turned, q[..., :width], values.transpose(1, 2))
     scores[:, :num_rows].masked_fill_(hidden, _NEVER)
     highest = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:2], 1), _NEVER)
     lowest = torch.finfo(scores.dtype).min
     weights = torch.exp(scores.to(sums) - highest.clamp_min(lowest))  # a row without keys: 0, never NaN
-    added = sum_over_keys(weights, functional.pad(values.to(sums), (0, 1), value=1.0))[:, :num_rows]
-    out, total = added[..., :width], added[..., width:]
+    ones = functional.pad(values.to(sums), (0, ROW_TILE - width % ROW_TILE), value=1.0)
+    added = sum_over_keys(weights, ones)[:, :num_rows]
+    out, total = added[..., :width], added[..., width : width + 1]
     lse = highest[:, :num_rows].double() + total.double().log()
     return out / total.clamp_min(torch.finfo(total.dtype).tiny), lse.squeeze(-1).to(sums)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from longcat_pd.kernels.expert_ops import ExpertRows, GroupedExperts
 from longcat_pd.kernels.ops import Swiglu
 from longcat_pd.kernels.reference.int8 import quantise, scaled_product
-from longcat_pd.kernels.reference.rows import never_alone, product
+from longcat_pd.kernels.reference.rows import never_few, product
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -85,8 +85,8 @@ def _by_expert(
 ) -> Tensor:
     """Of ``x[rows]`` the first ``counts[0]`` rows times the matrix of expert 0, the next by that of expert 1, and so on.
 
-    A run of one row of floats is computed twice (see ``rows.py``). A loop over experts, because torch's grouped product
-    wants widths that are multiples of 16 bytes.
+    Short runs of floats get rows of zeros behind them (see ``rows.py``). A loop over experts: the grouped product of
+    torch wants widths of multiples of 16 bytes.
     """
     chosen = [expert for expert, count in enumerate(counts) if count]
     lengths = [counts[expert] for expert in chosen]
@@ -94,7 +94,7 @@ def _by_expert(
         return x.new_empty((0, weight.shape[2] if scale is None else weight.shape[1]))
     if scale is None:
         runs = zip(chosen, torch.split(x[rows], lengths), strict=True)
-        return torch.cat([product(never_alone(run), weight[e])[: len(run)] for e, run in runs])
+        return torch.cat([product(never_few(run), weight[e])[: len(run)] for e, run in runs])
     quantised, row_scales = (torch.split(part[rows], lengths) for part in quantise(x))
     scaled = zip(chosen, quantised, row_scales, strict=True)
     return torch.cat([scaled_product(run, s, weight=weight[e], scale=scale[e]) for e, run, s in scaled]).to(x.dtype)

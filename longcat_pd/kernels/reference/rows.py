@@ -2,9 +2,10 @@
 
 Matrix libraries choose how to add by the shape. Measured with MKL and oneDNN, fp32 and bf16: where the second factor is
 transposed, or the product one of a batch, the choice varies below 16 rows, so rows come in multiples of 16. Where it is one
-plain matrix, [in, out] as weights are stored, only a single row is added in another way, so that one is never alone; and
-sums over more than 512 may be cut according to the rows, so they are cut here. Sums over keys are cut too, always in the
-same places. More columns, more products in a batch, and zeros at the end of a sum that is short enough do not matter.
+plain matrix, [in, out] as weights are stored, only few rows are added in another way (one on processors of Intel, up to
+three on those of AMD), so there are never fewer than four; and sums over more than 512 may be cut according to the rows, so
+they are cut here. Sums over keys are cut too, always in the same places, and keys come in multiples of 16. More columns (of
+16 at least), more products in a batch, and zeros at the end of a sum over at most 128 do not matter.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch.nn import functional
 from longcat_pd.kernels.ops import PrologScales, PrologWeights, WeightKind
 
 ROW_TILE = 16
-KEY_TILE = 256
+LEAST_ROWS = 4
+KEY_TILE = 128
 SUM_TILE = 512
 
 
@@ -38,16 +40,17 @@ def prepare_prolog(weights: PrologWeights, scales: PrologScales) -> tuple[Tensor
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """See ``ops.LinearMap``."""
-    return product(never_alone(x), weight)[: x.shape[0]]
+    return product(never_few(x), weight)[: x.shape[0]]
 
 
-def never_alone(x: Tensor) -> Tensor:
-    """``x`` [rows, width], a single row twice."""
-    return torch.cat((x, x)) if x.shape[0] == 1 else x
+def never_few(x: Tensor) -> Tensor:
+    """``x`` [rows, width] with rows of zeros behind, up to ``LEAST_ROWS``; no row stays none."""
+    missing = LEAST_ROWS - x.shape[0]
+    return functional.pad(x, (0, 0, 0, missing)) if 0 < missing < LEAST_ROWS else x
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight`` for several rows (or none): [rows, in] and [in, out]."""
+    """``x @ weight`` for as many rows as ``never_few`` gives: [rows, in] and [in, out]."""
     if x.shape[1] <= SUM_TILE or x.dtype != torch.float32:  # 16-bit products add everything in fp32, in one order
         return x @ weight
     total = x[:, :SUM_TILE] @ weight[:SUM_TILE]

@@ -135,9 +135,12 @@ def _unpaged(limits: Limits, key: Tensor, lengths: Tensor | None, *, requests: i
 
 
 def _scores(q: Tensor, weights: Tensor, keys: Tensor, sparse_mode: int) -> Tensor:
-    """[rows, keys], -inf for what a row does not see: in mode 3 the last row sees all, each one before it one fewer."""
+    """[rows, keys], -inf for what a row does not see: in mode 3 the last row sees all, each one before it one fewer.
+
+    Rounded to fp32, so that equal keys have equal scores wherever they lie.
+    """
     dots = torch.einsum("tnd,sd->tns", q.double(), keys.double()).relu()
-    scores = torch.einsum("tn,tns->ts", weights.double(), dots)
+    scores = torch.einsum("tn,tns->ts", weights.double(), dots).float().double()
     if sparse_mode == 3:
         ends = len(keys) - len(q) + 1 + torch.arange(len(q))
         scores = scores.masked_fill(torch.arange(len(keys)) >= ends[:, None], -torch.inf)
