@@ -53,7 +53,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "httpx": ("load_balancer/", *TOOLS),
     "httptools": ("load_balancer/transport.py",),
     "multiprocessing": ("server/launch.py",),
-    "yaml": ("config/resolve.py", "render.py"),
+    "yaml": ("config/resolve.py", "render/"),
     "tokenizers": ("server/text.py", "tiny/"),
     "jinja2": ("server/text.py", "tiny/"),
     "safetensors": ("models/weights.py", "models/checkpoint.py"),
@@ -72,6 +72,7 @@ TORCH_FREE = (
     "load_balancer/",
     "cluster/",
     "plan/",
+    "render/",
 )
 
 # Pattern -> the files that may hold it.
@@ -209,6 +210,7 @@ MODULES_WITHOUT_TORCH = [
     "longcat_pd.cluster.__main__",
     "longcat_pd.cli",
     "longcat_pd.plan.command",
+    "longcat_pd.render.main",
 ]
 
 
