@@ -14,6 +14,7 @@ from longcat_pd.config.schema import ClusterConfig
 from longcat_pd.config.services import Service
 
 DRAIN_MARGIN_S = 15.0  # after the drain, until ranks have ended and the process has
+REFUSED = 2  # exit status of a start that was refused (docs/api.md)
 CONFIG_FILE = "/etc/longcat-pd/cluster.yaml"
 
 
@@ -32,8 +33,8 @@ class Launch:
     def _shell(self) -> Sequence[str]:
         if not self.setup_files:
             return ()
-        sourced = " && ".join(f"source {file}" for file in self.setup_files)  # paths without blanks or quotes
-        return ("/bin/bash", "-c", f'{sourced} && exec "$0" "$@"')
+        sourced = "".join(f"source {file} || exit {REFUSED}; " for file in self.setup_files)  # no blanks or quotes in paths
+        return ("/bin/bash", "-c", f'{sourced}exec "$0" "$@"')
 
 
 def stop_limit_s(config: ClusterConfig) -> int:

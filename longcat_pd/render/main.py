@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from longcat_pd.config.reader import Findings
-from longcat_pd.config.resolve import as_json, unresolved
+from longcat_pd.config.resolve import as_json
 from longcat_pd.errors import ConfigError
 from longcat_pd.render.command import CONFIG_FILE, Launch
-from longcat_pd.render.k8s import objects
 from longcat_pd.render.files import as_yaml, write
+from longcat_pd.render.k8s import objects
 from longcat_pd.render.names import Names, check_names, pod_tree
-from longcat_pd.render.planned import planned
+from longcat_pd.render.planned import cluster, planned
 from longcat_pd.render.systemd import Machine, units
 from longcat_pd.render.target import Target, Weights
 
@@ -92,7 +92,7 @@ def _manifests(options: argparse.Namespace) -> Mapping[str, str]:
 
 
 def _units(options: argparse.Namespace) -> Mapping[str, str]:
-    config = unresolved(options.config, options.overrides)
+    config = cluster(Path(options.config), options.overrides)
     hosts = config.hosts
     tree = options.tree or (f"{hosts.path.removesuffix('/')}/current" if hosts.path else str(Path.cwd()))
     launch = Launch(python=hosts.python or f"{tree}/.venv/bin/python", setup_files=hosts.setup_files)

@@ -67,8 +67,6 @@ def check_names(config: ClusterConfig, names: Names, *, image: str, found: Findi
             found.add(option, f"{option} {value}: lower-case letters, digits and '-', a letter first, {_LONGEST} at most")
     if not _IMAGE.fullmatch(image):
         found.add("--image", f"--image {image}: must be pinned: NAME:TAG with a tag other than latest, or NAME@sha256:…")
-    if config.prefill is None or config.decode is None:
-        found.add("prefill", "prefill, decode: a cluster has both pools")
     taken = {names.balancer: "the balancer"}
     for role, pool in pools(config):
         for place, instance in enumerate(pool.instances):

@@ -1,4 +1,4 @@
-"""The cluster that is rendered, and the memory that the plan gives its instances; without its checkpoint as far as it goes."""
+"""The cluster that is rendered, and the memory that its instances need by the plan; without its checkpoint if need be."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ from longcat_pd.config.checks import pools
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.resolve import instance_spec, load, unresolved
 from longcat_pd.config.schema import ClusterConfig
+from longcat_pd.errors import ConfigError
 from longcat_pd.sizing.memory import instance_memory
+
+
+def cluster(path: Path, overrides: Sequence[str]) -> ClusterConfig:
+    """As far as it can be told without its checkpoint. Raises ConfigError, also for what is no cluster."""
+    config = unresolved(path, overrides)
+    if config.prefill is None or config.decode is None:
+        raise ConfigError(
+            "standalone: one process alone is not rendered; a cluster has prefill and decode", param="standalone"
+        )
+    return config
 
 
 def planned(path: Path, overrides: Sequence[str]) -> tuple[ClusterConfig, dict[str, int]]:
@@ -18,7 +29,7 @@ def planned(path: Path, overrides: Sequence[str]) -> tuple[ClusterConfig, dict[s
 
     Raises ConfigError.
     """
-    config = unresolved(path, overrides)
+    config = cluster(path, overrides)
     if not (Path(config.model.path) / "config.json").is_file():
         text = "holds no config.json here: pods ask for no memory, and compiled graphs count where buckets are given"
         sys.stderr.write(f"note: model.path={config.model.path} {text}\n")

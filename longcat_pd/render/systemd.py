@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from longcat_pd.config.checks import pools
 from longcat_pd.config.schema import ClusterConfig
 from longcat_pd.config.services import Service, services
-from longcat_pd.render.command import Launch, stop_limit_s
+from longcat_pd.render.command import REFUSED, Launch, stop_limit_s
 
 STATE = "longcat-pd"  # of /var/cache, made by systemd and given to the user: the home of a service
-REFUSED, CUT = 2, 3  # exit statuses (docs/api.md): a start that was refused; a drain that ended requests
+CUT = 3  # exit status of a drain that ended requests (docs/api.md)
 RESTART_S = 5
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")

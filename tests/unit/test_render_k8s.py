@@ -30,7 +30,7 @@ Manifest = dict[str, Any]
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Path:
-    """Three instances of two nodes, with keys, and with values that a shell would read."""
+    """Prefill on three nodes, two times decode on two, with keys, and with values that a shell would read."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(make_config("2.0", [], dtype="float32")))
     tree: Manifest = {
@@ -39,8 +39,8 @@ def cluster(tmp_path: Path) -> Path:
         "cluster_key_file": "keys/cluster",
         "prefill": {
             "engine": {"block_size": 16, "max_num_batched_tokens": 64, "drain_timeout_s": 77.5},
-            "parallel": {"pp_size": 2},
-            "instances": [{"name": "p0", "http_port": 30000, "nodes": ["10.0.0.1", "10.0.0.2"]}],
+            "parallel": {"pp_size": 3},
+            "instances": [{"name": "p0", "http_port": 30000, "nodes": ["10.0.0.1", "10.0.0.2", "10.0.0.3"]}],
             "env": {"ROLE": "$(HOME) and $$ 'quoted'"},
         },
         "decode": {
@@ -144,12 +144,12 @@ def test_a_misspelt_field_is_found(
 def test_pods_run_the_processes_of_the_cluster(
     cluster: Path, capsys: pytest.CaptureFixture[str], setup: tuple[str, ...]
 ) -> None:
-    shell = ["/bin/bash", "-c", 'source /opt/a.sh && source /opt/b.sh && exec "$0" "$@"'] if setup else []
+    shell = ["/bin/bash", "-c", 'source /opt/a.sh || exit 2; source /opt/b.sh || exit 2; exec "$0" "$@"'] if setup else []
     wanted = [
         ([*shell, "python", *service.arguments, "--config", "/etc/longcat-pd/cluster.yaml"], dict(service.env))
         for service in services(load(cluster, setup))
     ]
-    assert len(wanted) == 7
+    assert len(wanted) == 8
     found = processes(rendered(cluster, capsys, overrides=setup))
     homes = [environment.pop("HOME") for _, environment in found]
     assert sorted(found, key=str) == sorted(wanted, key=str) and set(homes) == {"/home/longcat"}
@@ -190,6 +190,7 @@ def test_pods_read_the_same_configuration_at_their_own_addresses(
     assert found == [
         ("lc-p0-0.lc-p0.serving", "p0"),
         ("lc-p0-0-1.lc-p0.serving", "p0"),
+        ("lc-p0-0-2.lc-p0.serving", "p0"),
         ("lc-d0-0.lc-d0.serving", "d0"),
         ("lc-d0-0-1.lc-d0.serving", "d0"),
         ("lc-d1-0.lc-d1.serving", "d1"),
@@ -217,7 +218,7 @@ def test_a_pod_starts_when_its_names_resolve(cluster: Path, capsys: pytest.Captu
             awaited[name, place] = words[6:]
     own = ["longcat-p0-0.longcat-p0.serving", "longcat-p0-0-1.longcat-p0.serving"]
     assert awaited["longcat-p0", 0] == own[:1] and awaited["longcat-p0", 1] == own
-    assert len(awaited) == 6  # the balancer asks for nobody by name before it listens
+    assert len(awaited) == 7  # the balancer asks for nobody by name before it listens
 
 
 def test_pods_have_time_to_drain(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -310,7 +311,7 @@ def test_processors_and_memory_are_those_of_the_plan(cluster: Path, capsys: pyte
         for name, place, template in templates(rendered(cluster, capsys, overrides=("decode.parallel.dp_size=2",)))
     }
     assert [asked["longcat-d0", place]["cpu"] for place in (0, 1)] == ["3", "2"]
-    assert [asked["longcat-p0", place]["cpu"] for place in (0, 1)] == ["2", "1"]
+    assert [asked["longcat-p0", place]["cpu"] for place in (0, 1, 2)] == ["2", "1", "1"]
     mebibytes = {key: int(value["memory"].removesuffix("Mi")) for key, value in asked.items()}
     assert mebibytes["longcat-d0", 0] - mebibytes["longcat-d0", 1] == 2048
     more = rendered(cluster, capsys, overrides=("decode.parallel.dp_size=2", "decode.engine.num_blocks=100000"))
@@ -319,19 +320,31 @@ def test_processors_and_memory_are_those_of_the_plan(cluster: Path, capsys: pyte
     assert int(request.removesuffix("Mi")) > 1000 + mebibytes["longcat-d0", 1]
 
 
+def is_chosen(selector: Manifest, labels: dict[str, str]) -> bool:
+    """Whether a label selector chooses a pod."""
+    outside = [item["values"] for item in selector.get("matchExpressions", ()) if item["operator"] == "NotIn"]
+    assert len(outside) == len(selector.get("matchExpressions", ()))
+    keys = [item["key"] for item in selector.get("matchExpressions", ())]
+    is_out = any(labels.get(key) in values for key, values in zip(keys, outside, strict=True))
+    return selector["matchLabels"].items() <= labels.items() and not is_out
+
+
 def test_only_pods_of_the_cluster_reach_instances(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
     objects = rendered(cluster, capsys)
-    policies = of_kind(objects, "NetworkPolicy")
-    assert policies["longcat-balancer"]["spec"]["ingress"] == [{"ports": [{"protocol": "TCP", "port": 9000}]}]
-    closed = policies["longcat-instances"]["spec"]
-    (rule,) = closed["ingress"]
-    assert list(rule) == ["from"] and closed["policyTypes"] == ["Ingress"]
+    labels = {(name, place): template["metadata"]["labels"] for name, place, template in templates(objects)}
+    policies = {name: item["spec"] for name, item in of_kind(objects, "NetworkPolicy").items()}
+    chosen = {
+        name: {pod for pod in labels if is_chosen(spec["podSelector"], labels[pod])} for name, spec in policies.items()
+    }
+    assert chosen["longcat-balancer"] == {("longcat-balancer", 0)}
+    assert chosen["longcat-instances"] == labels.keys() - chosen["longcat-balancer"] and len(labels) == 8
+    assert policies["longcat-balancer"]["ingress"] == [{"ports": [{"protocol": "TCP", "port": 9000}]}]
+    (rule,) = policies["longcat-instances"]["ingress"]
     (source,) = rule["from"]
-    labels = source["podSelector"]["matchLabels"]
-    for name, _, template in templates(objects):
-        mine = template["metadata"]["labels"]
-        assert labels.items() <= mine.items()
-        assert (mine["longcat-pd/process"] == "balancer") == (name == "longcat-balancer")
+    assert list(rule) == ["from"] and list(source) == ["podSelector"]  # of this namespace alone, on every port
+    assert all(is_chosen(source["podSelector"], mine) for mine in labels.values())
+    assert not is_chosen(source["podSelector"], {**labels["longcat-p0", 1], "app.kubernetes.io/instance": "another"})
+    assert all(spec["policyTypes"] == ["Ingress"] for spec in policies.values())
 
 
 def test_services_and_budgets_choose_their_pods(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:

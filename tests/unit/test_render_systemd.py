@@ -92,7 +92,7 @@ def environment(unit: str) -> dict[str, str]:
 @pytest.mark.parametrize("setup", [(), ("--set", "hosts.setup_files=[/opt/a.sh, /opt/b.sh]")], ids=["plain", "sourced"])
 def test_units_start_the_processes_of_the_cluster(cluster: Path, setup: tuple[str, ...]) -> None:
     config = unresolved(cluster)
-    shell = ["/bin/bash", "-c", 'source /opt/a.sh && source /opt/b.sh && exec "$0" "$@"'] if setup else []
+    shell = ["/bin/bash", "-c", 'source /opt/a.sh || exit 2; source /opt/b.sh || exit 2; exec "$0" "$@"'] if setup else []
     seen = []
     for node in nodes_of(config):
         units = rendered(cluster, "--node", node, *setup)
@@ -144,6 +144,16 @@ def test_only_those_who_compile_write_to_the_compile_cache(cluster: Path) -> Non
 def test_a_machine_of_another_cluster_is_refused(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["systemd", str(cluster), "--node", "10.9.9.9"]) == 2
     assert "--node 10.9.9.9: nothing of this cluster runs there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", [("systemd",), ("k8s", "--image", "x:1")], ids=["systemd", "k8s"])
+def test_one_process_alone_is_not_rendered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: tuple[str, ...]
+) -> None:
+    file = tmp_path / "alone.yaml"
+    file.write_text("{model: {path: /x}, standalone: {instances: [{name: s, http_port: 8081}]}}")
+    assert main([*form, str(file)]) == 2
+    assert capsys.readouterr().err.startswith("error: standalone: ")
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
