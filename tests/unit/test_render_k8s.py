@@ -25,6 +25,7 @@ NPU = (  # whose checkpoint is on its machines alone
     *("device=npu", "devices_per_node=1", "model.dtype=bfloat16", "model.path=/weights/far"),
     *("decode.engine.num_blocks=64", "prefill.engine.num_blocks=64"),
 )
+CLUSTER_FILES = sorted((Path(__file__).parents[2] / "deploy" / "config" / "cluster").glob("*.yaml"))
 Manifest = dict[str, Any]
 
 
@@ -113,6 +114,12 @@ def test_the_schemas_accept_all(cluster: Path, capsys: pytest.CaptureFixture[str
     claim = () if overrides else ("--weights-claim", "weights", "--weights-sub-path", "longcat")
     objects = rendered(cluster, capsys, *claim, overrides=overrides)
     assert len(objects) == 12 - bool(overrides) and [text for item in objects for text in complaints(item)] == []
+
+
+@pytest.mark.parametrize("file", CLUSTER_FILES, ids=lambda file: file.stem)
+def test_the_schemas_accept_the_cluster_files_that_come_along(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    objects = rendered(file, capsys, overrides=("model.path=/weights/far",))
+    assert [text for item in objects for text in complaints(item)] == []
 
 
 @pytest.mark.parametrize(
@@ -260,6 +267,17 @@ def test_a_pod_may_do_little(cluster: Path, capsys: pytest.CaptureFixture[str]) 
             assert rights["capabilities"] == {"drop": ["ALL"]}
         writable = [mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"] if not mount.get("readOnly")]
         assert sorted(writable) == ["/dev/shm", "/home/longcat", "/tmp"]
+
+
+def test_pods_without_cards_and_paths_pass_the_restricted_standard(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _, _, template in templates(rendered(cluster, capsys, "--weights-claim", "pvc")):
+        spec = template["spec"]
+        kinds = {kind for volume in spec["volumes"] for kind in volume if kind != "name"}
+        assert kinds == {"configMap", "secret", "emptyDir", "persistentVolumeClaim"}
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["securityContext"]["runAsUser"] and not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
 
 
 def test_key_files_come_from_the_secret_to_who_reads_them(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
