@@ -336,6 +336,12 @@ def test_processors_and_memory_are_those_of_the_plan(cluster: Path, capsys: pyte
     (grown,) = [t for name, place, t in templates(more) if (name, place) == ("longcat-d0", 1)]
     request = grown["spec"]["containers"][0]["resources"]["requests"]["memory"]
     assert int(request.removesuffix("Mi")) > 1000 + mebibytes["longcat-d0", 1]
+    together = rendered(cluster, capsys, overrides=("decode.parallel.dp_size=2", "decode.instances.0.nodes=[10.0.1.1]"))
+    (whole,) = [
+        t["spec"]["containers"][0]["resources"]["requests"] for name, _, t in templates(together) if name == "longcat-d0"
+    ]
+    assert whole["cpu"] == "5"  # all four ranks, which are alike, and the driver
+    assert abs(int(whole["memory"].removesuffix("Mi")) - 2048 - 2 * mebibytes["longcat-d0", 1]) <= 2
 
 
 def is_chosen(selector: Manifest, labels: dict[str, str]) -> bool:
