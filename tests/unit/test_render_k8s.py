@@ -344,6 +344,22 @@ def test_processors_and_memory_are_those_of_the_plan(cluster: Path, capsys: pyte
     assert abs(int(whole["memory"].removesuffix("Mi")) - 2048 - 2 * mebibytes["longcat-d0", 1]) <= 2
 
 
+def test_the_fullest_node_counts(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That with two layers, wherever it is: pods of further nodes have one template."""
+
+    def asked(layers: str) -> int:
+        parallel = ("prefill.parallel.pp_size=2", f"prefill.parallel.layers_per_stage={layers}")
+        overrides = (*parallel, "prefill.instances.0.nodes=[a, b]", "prefill.engine.num_blocks=100000")
+        (template,) = [
+            t
+            for n, place, t in templates(rendered(cluster, capsys, overrides=overrides))
+            if (n, place) == ("longcat-p0", 1)
+        ]
+        return int(template["spec"]["containers"][0]["resources"]["requests"]["memory"].removesuffix("Mi"))
+
+    assert asked("[1, 2]") == pytest.approx(asked("[2, 1]"), rel=0.05)
+
+
 def is_chosen(selector: Manifest, labels: dict[str, str]) -> bool:
     """Whether a label selector chooses a pod."""
     outside = [item["values"] for item in selector.get("matchExpressions", ()) if item["operator"] == "NotIn"]
