@@ -1,10 +1,10 @@
-# check: format, lint, types, floors · test: everything that is not slow · parity, fault, hosts: all of their folder · fuzz: schemathesis and mutated bodies at length · bench: docs/benchmarks.md · bench-stages: the path of one decode step (WRITE=1: docs/benchmarks.md)
+# check: format, lint, types, floors · test: everything that is not slow, in two runs beside each other · test-slow: the rest · parity, fault, hosts: all of their folder · fuzz: schemathesis and mutated bodies at length · bench: docs/benchmarks.md · bench-stages: the path of one decode step (WRITE=1: docs/benchmarks.md)
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/dev-installed
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q
 
-.PHONY: check test parity fault hosts fuzz bench bench-stages clean
+.PHONY: check test test-slow parity fault hosts fuzz bench bench-stages clean
 
 $(STAMP): pyproject.toml
 	test -x $(PYTHON) || python3 -m venv $(VENV)
@@ -18,7 +18,10 @@ check: $(STAMP)
 	$(PYTEST) tests/unit/test_floors.py tests/unit/test_sizes.py
 
 test: $(STAMP)
-	$(PYTEST) -m 'not slow' tests
+	OMP_NUM_THREADS=1 $(PYTHON) -m tests.halves -q -m 'not slow'
+
+test-slow: $(STAMP)
+	$(PYTEST) -m slow tests
 
 parity: $(STAMP)
 	$(PYTEST) tests/parity

@@ -31,6 +31,7 @@ from longcat_pd.server.peered import PeeredInstance
 from longcat_pd.server.run import listen
 from longcat_pd.server.text import TextProcessor
 from longcat_pd.standalone.service import StandaloneService
+from tests.forks import start_server
 from tests.ports import free_base
 
 BLOCK, CHUNK = 16, 64
@@ -116,6 +117,7 @@ def cluster_file(folder: Path, checkpoint: Path, **sections: Any) -> Path:
 @contextlib.asynccontextmanager
 async def pools(config: ClusterConfig, *, entries: Mapping[str, str] | None = None) -> AsyncIterator[Topology]:
     """All instances of a cluster and its balancer, ready. ``entries``: other entries of the rank processes, by role."""
+    start_server()
     async with contextlib.AsyncExitStack() as stack:
         parts = {}
         starting = []
@@ -148,6 +150,7 @@ async def pools(config: ClusterConfig, *, entries: Mapping[str, str] | None = No
 @contextlib.asynccontextmanager
 async def standalone(model: Path, *overrides: str, front: LoadBalancerConfig | None = None) -> AsyncIterator[Topology]:
     """One engine with one rank process behind its own face. ``front``: its limits and keys."""
+    start_server()
     port = free_base(20)
     sizes = [
         f"engine.block_size={BLOCK}",

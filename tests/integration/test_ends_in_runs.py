@@ -131,8 +131,9 @@ def with_ends(prompt: tuple[int, ...], plain: list[int]) -> list[tuple[tuple[int
 @pytest.mark.parametrize("num_drafts", DRAFTS)
 async def test_the_engine_ends_inside_a_run(model: Path, num_drafts: int) -> None:
     rule = SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
-    plain = await Desk(model, 0).answers([(prompt, rule) for prompt in PROMPTS])
-    asked = [one for prompt, (deltas, _) in zip(PROMPTS, plain, strict=True) for one in with_ends(prompt, ids_of(deltas))]
+    prompts = PROMPTS[: 10 if num_drafts < 3 else 5]  # as few as end in every place of a run
+    plain = await Desk(model, 0).answers([(prompt, rule) for prompt in prompts])
+    asked = [one for prompt, (deltas, _) in zip(prompts, plain, strict=True) for one in with_ends(prompt, ids_of(deltas))]
     expected = await Desk(model, 0).answers(asked)
     found = await Desk(model, num_drafts).answers(asked)
     seen: dict[str, set[tuple[int, int]]] = {"length": set(), "stop": set(), "eos": set()}

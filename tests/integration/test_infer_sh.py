@@ -29,6 +29,15 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
     return Clone(tmp_path_factory.mktemp("clone"))
 
 
+@pytest.fixture(scope="module")
+def lite(clone: Clone) -> Path:
+    """The checkpoint that the script makes for itself."""
+    path = clone.path / ".run/models/tiny-lite"
+    if not path.exists():
+        assert infer(clone, *LITE, *EP, "--check").returncode == 0
+    return path
+
+
 def infer(clone: Clone, *arguments: str, settings: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     return clone.run("infer.sh", *arguments, *(part for item in settings for part in ("--set", item)))
 
@@ -104,10 +113,9 @@ def test_what_cannot_work_ends_with_status_2_and_every_reason(clone: Clone) -> N
     assert infer(clone, *LITE, "--yaml", "no_such_file.yaml").returncode == 2
 
 
-def test_missing_weights_are_told_before_a_rank_starts(clone: Clone) -> None:
-    assert infer(clone, *LITE, *EP, "--check").returncode == 0  # makes the checkpoint, if no other test has
+def test_missing_weights_are_told_before_a_rank_starts(clone: Clone, lite: Path) -> None:
     broken = clone.path / "broken"
-    shutil.copytree(clone.path / ".run/models/tiny-lite", broken)
+    shutil.copytree(lite, broken)
     gone = sorted(broken.glob("*.safetensors"))[0]
     gone.unlink()
     refused = infer(clone, *LITE, *EP, settings=(f"model_config.model_path={broken}",))
@@ -118,20 +126,24 @@ def test_missing_weights_are_told_before_a_rank_starts(clone: Clone) -> None:
     for file in broken.glob("*.safetensors*"):
         file.unlink()
     assert infer(clone, *LITE, *EP, settings=(f"model_config.model_path={broken}",)).returncode == 2
-    random = (f"model_config.model_path={broken}", "model_config.with_ckpt=false", *SHORT)
+
+
+@pytest.mark.slow
+def test_random_weights_of_several_ranks_are_those_of_one(clone: Clone, lite: Path) -> None:
+    bare = clone.path / "bare"
+    shutil.copytree(lite, bare, ignore=shutil.ignore_patterns("*.safetensors*"))
+    random = (f"model_config.model_path={bare}", "model_config.with_ckpt=false", *SHORT)
     several, alone = (infer(clone, *LITE, *EP, settings=(*random, *more)) for more in ((), ONE_RANK))
     assert several.returncode == 0, several.stdout + several.stderr
     assert len(answers(several.stdout)) == 2
     assert answers(several.stdout) == answers(alone.stdout)
 
 
-def test_a_file_of_bodies_is_answered_by_several_ranks_too(clone: Clone, tmp_path: Path) -> None:
-    assert infer(clone, *LITE, *EP, "--check").returncode == 0
-    model = clone.path / ".run/models/tiny-lite"
+def test_a_file_of_bodies_is_answered_by_several_ranks_too(clone: Clone, lite: Path, tmp_path: Path) -> None:
     lines = tmp_path / "in.jsonl"
     body = {"prompt": [5, 6, 7, 8], "max_tokens": 5, "temperature": 0, "return_token_ids": True}
     lines.write_text("\n".join(json.dumps({**body, "prompt": [5 + number, 6, 7]}) for number in range(3)))
-    command = [sys.executable, "-m", "longcat_pd.cli", "infer", "--model", str(model), "--input", str(lines)]
+    command = [sys.executable, "-m", "longcat_pd.cli", "infer", "--model", str(lite), "--input", str(lines)]
     command += ["--dtype", "float32"]
     tokens = []
     for sizes in (("1", "1"), ("2", "2")):
@@ -145,8 +157,8 @@ def test_a_file_of_bodies_is_answered_by_several_ranks_too(clone: Clone, tmp_pat
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.usefixtures("lite")
 def test_a_run_that_is_told_to_end_leaves_no_folder(clone: Clone, tmp_path: Path) -> None:
-    assert infer(clone, *LITE, *EP, "--check").returncode == 0
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"input": "Who?"}\n' * 2000)
     scratch = tmp_path / "scratch"

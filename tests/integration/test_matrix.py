@@ -43,9 +43,7 @@ class Cell:
         return f"{self.drafts}-{self.mode}-{self.where}-{self.weights}"
 
 
-OFTEN = {Cell(0, "eager", "alone", "fp32"), Cell(0, "eager", "pair", "fp32"), Cell(3, "eager", "alone", "fp32")} | {
-    Cell(3, "eager", "pair", "int8")
-}
+OFTEN = {Cell(0, "eager", "alone", "fp32"), Cell(3, "eager", "alone", "fp32"), Cell(3, "eager", "pair", "int8")}
 CELLS = [
     Cell(drafts, mode, where, weights)
     for mode in ("eager", "inductor")

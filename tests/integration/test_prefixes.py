@@ -84,7 +84,10 @@ async def pair(model: Path, folder: Path, num_drafts: int = 0, **sections: Any) 
         yield topology
 
 
-@pytest.mark.parametrize(("num_drafts", "is_int8"), [(0, False), (3, False), pytest.param(3, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_drafts", "is_int8"),
+    [(3, False), pytest.param(0, False, marks=pytest.mark.slow), pytest.param(3, True, marks=pytest.mark.slow)],
+)
 async def test_nobody_can_tell_that_prefixes_are_shared(
     tiny: MakeCheckpoint, tmp_path: Path, num_drafts: int, is_int8: bool
 ) -> None:

@@ -27,6 +27,7 @@ from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.kv_transfer.messages import TransferClosed
 from longcat_pd.sizing.memory import instance_memory
 from longcat_pd.tiny.make import write_tiny
+from tests.forks import start_server
 from tests.parity.gloo import BLOCK_SIZE, rank_specs
 from tests.slots import admit
 
@@ -67,7 +68,7 @@ class Instance:
         self.codec: wire.Codec[StepPlan | Stop] = wire.Codec(StepPlan, Stop)
         self.messages: wire.Codec[RankMessage] = wire.Codec(RankReady, Heartbeat, StepOutput, TransferClosed)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "longcat_pd.engine.runner"])
+        start_server()
         self.processes: list[ForkServerProcess] = []
         self.identities: list[bytes] = []
         for spec in rank_specs(checkpoint, parallel, device=device):

@@ -35,7 +35,8 @@ DECODE = {
 
 
 @pytest.mark.parametrize(
-    ("num_drafts", "is_int8", "dispatch"), [(0, False, "gather"), (3, False, "all_to_all"), (3, True, "gather")]
+    ("num_drafts", "is_int8", "dispatch"),
+    [pytest.param(0, False, "gather", marks=pytest.mark.slow), (3, False, "all_to_all"), (3, True, "gather")],
 )
 async def test_tokens(tiny: MakeCheckpoint, tmp_path: Path, num_drafts: int, is_int8: bool, dispatch: str) -> None:
     model = tiny("2.0+predictable")

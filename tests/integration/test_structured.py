@@ -189,8 +189,8 @@ def judged_calls(answered: dict[str, Any], by_name: dict[str, Any], choice: str,
 
 
 def test_random_schemas(servers: Servers, bias: dict[str, float]) -> None:
-    taken, finished = check_schemas(servers, bias, 2)
-    assert taken >= 10 and finished >= 6
+    taken, finished = check_schemas(servers, bias, 1)
+    assert taken >= 5 and finished >= 3
 
 
 @pytest.mark.slow
@@ -216,7 +216,7 @@ def test_an_object_is_all_that_is_asked(servers: Servers, bias: dict[str, float]
     fields = {"response_format": {"type": "json_object"}, "temperature": 1, "max_tokens": PLENTY, "logit_bias": bias}
     asked = [
         Asked(CHAT_ROUTE, {**fields, "messages": HELLO, "seed": seed, "n": 2, "enable_thinking": seed % 2 == 1})
-        for seed in range(6)
+        for seed in range(4)
     ]
     finished = 0
     for answer in answers(servers, asked):

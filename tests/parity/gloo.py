@@ -15,6 +15,7 @@ from longcat_pd.engine.runner import ModelRunner
 from longcat_pd.parallel.mesh import Mesh
 from longcat_pd.parallel.platform import platform_of
 from tests import pretend
+from tests.forks import start_server
 
 R = TypeVar("R")
 BLOCK_SIZE = 8
@@ -71,9 +72,8 @@ def on_ranks(
     specs: Sequence[RankSpec], task: Callable[..., R], *arguments: object, collectives: str = "pairwise"
 ) -> list[R]:
     """``task(spec, mesh, *arguments)`` on every rank; the results by rank. ``collectives``: of device cpu."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "longcat_pd.engine.runner"])
-    with ProcessPoolExecutor(len(specs), mp_context=context) as pool:
+    start_server()
+    with ProcessPoolExecutor(len(specs), mp_context=multiprocessing.get_context("forkserver")) as pool:
         futures = [pool.submit(_joined, spec, task, arguments, collectives) for spec in specs]
         return [future.result(timeout=900) for future in futures]  # a rank may have to compile its step
 

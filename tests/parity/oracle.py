@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+
+
+def some_tokens(count: int, seed: int = 0) -> list[int]:
+    draw = random.Random(seed)
+    return [1] + [draw.randrange(32, 1024) for _ in range(count - 1)]
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -7,9 +7,9 @@ import torch
 
 from longcat_pd.tiny.configs import VARIANTS
 from tests.parity.conftest import MakeCheckpoint
-from tests.parity.oracle import Oracle, read_checkpoint
+from tests.parity.oracle import Oracle, read_checkpoint, some_tokens
 from tests.parity.single import SingleProcess
-from tests.parity.test_oracle import some_tokens, transformers_model
+from tests.parity.test_oracle import transformers_model
 
 TOPK = 48
 LIMIT = 1e-4

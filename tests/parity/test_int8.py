@@ -15,10 +15,9 @@ from longcat_pd.kernels.reference import int8
 from longcat_pd.quantize import quantize
 from longcat_pd.tiny.configs import VARIANTS
 from tests.parity.conftest import MakeCheckpoint
-from tests.parity.oracle import read_checkpoint
+from tests.parity.oracle import read_checkpoint, some_tokens
 from tests.parity.single import SingleProcess
 from tests.parity.test_kernels import randn
-from tests.parity.test_oracle import some_tokens
 from tests.parity.test_ranks import NUM_DECODED, check_alone, check_equal
 
 OPS = kernels.load("cpu")

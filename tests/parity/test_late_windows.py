@@ -17,7 +17,7 @@ from longcat_pd.parallel.layout import ParallelLayout
 from longcat_pd.parallel.mesh import Mesh
 from tests.parity.conftest import MakeCheckpoint
 from tests.parity.gloo import BLOCK_SIZE, on_ranks, rank_specs
-from tests.parity.test_oracle import some_tokens
+from tests.parity.oracle import some_tokens
 from tests.slots import admit
 
 LENGTH, DRAFTS, STEPS = 64, 3, 12

@@ -28,9 +28,8 @@ from longcat_pd.wire import pack
 from tests.drafts import Listener, listening, scripted
 from tests.parity.conftest import MakeCheckpoint
 from tests.parity.gloo import BLOCK_SIZE, on_ranks, rank_specs
-from tests.parity.oracle import Oracle, read_checkpoint
+from tests.parity.oracle import Oracle, read_checkpoint, some_tokens
 from tests.parity.single import SingleProcess
-from tests.parity.test_oracle import some_tokens
 from tests.slots import GREEDY, admit
 from tests.unit.test_runner import PUSH, FakeLanes
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers.models.deepseek_v32.configuration_deepseek_v32 import Deepseek
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
 
 from tests.parity.conftest import MakeCheckpoint
-from tests.parity.oracle import Oracle, ngram_rows, read_checkpoint, rms, rope_frequencies, softmax_scale
+from tests.parity.oracle import Oracle, ngram_rows, read_checkpoint, rms, rope_frequencies, softmax_scale, some_tokens
 
 CONFIG_2_0 = {
     "vocab_size": 163840,
@@ -41,11 +40,6 @@ CONFIG_LITE = {
     "rope_scaling": {"factor": 10, "original_max_position_embeddings": 32768, "mscale": 1, "mscale_all_dim": 1},
 }
 YARN = '{"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 512, "mscale": 1, "mscale_all_dim": 1}'
-
-
-def some_tokens(count: int, seed: int = 0) -> list[int]:
-    draw = random.Random(seed)
-    return [1] + [draw.randrange(32, 1024) for _ in range(count - 1)]
 
 
 def transformers_model(path: Path) -> LongcatFlashForCausalLM:

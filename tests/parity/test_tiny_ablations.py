@@ -16,8 +16,7 @@ from torch import Tensor
 from longcat_pd.models.checkpoint import checkpoint_digest
 from longcat_pd.tiny.make import write_tiny
 from tests.parity.conftest import MakeCheckpoint
-from tests.parity.oracle import Oracle, read_checkpoint
-from tests.parity.test_oracle import some_tokens
+from tests.parity.oracle import Oracle, read_checkpoint, some_tokens
 
 LENGTH, EOS_AT = 90, 60
 Change = Callable[[Oracle], None]
