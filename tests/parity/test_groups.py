@@ -162,7 +162,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("num_drafts", [3, pytest.param(0, marks=pytest.mark.slow)])
 def test_groups_say_what_one_process_says(tiny: MakeCheckpoint, layout: str, num_drafts: int) -> None:
     check(tiny("2.0+predictable"), LAYOUTS[layout], num_drafts)
 

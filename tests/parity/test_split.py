@@ -57,14 +57,18 @@ GROUPED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", GROUPED)
+# each way to bring rows to experts is in another row too, among groups and among ranks that see the whole cache
+RARE = {"gather", "all_to_all", "experts in parts", "sequence parallel, inside groups"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in RARE else ()) for name in GROUPED])
 def test_groups(tiny: MakeCheckpoint, name: str) -> None:
     """Groups with uneven loads, one of them idle or full (see ``check``)."""
     parallel, num_drafts = ParallelConfig(**GROUPED[name]), 3 if "everything" in name else 0
     check(tiny("2.0+predictable"), parallel, num_drafts, has_logprobs="sequence" not in name)
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("num_drafts", [3, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_split_head_without_log_probs(tiny: MakeCheckpoint, num_drafts: int) -> None:
     check(tiny("2.0+predictable"), ParallelConfig(dp_size=2, lmhead_tp_size=2), num_drafts, has_logprobs=False)
 
