@@ -40,5 +40,6 @@ def test_the_worse_end_is_the_end(
         (tmp_path / "tests" / name).mkdir(parents=True)
         (tmp_path / "tests" / name / f"test_{name}.py").write_text(text)
     monkeypatch.setattr(halves, "TESTS", tmp_path / "tests")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # none is wanted, and they take a second each time
     assert halves.run(["-q", "-p", "no:cacheprovider"]) == status
     assert capfd.readouterr().out.splitlines()[-1].startswith(closing)
