@@ -11,7 +11,7 @@ import torch
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import RankSpec
 from longcat_pd.engine.grammar import Vocabulary
-from longcat_pd.engine.stage_model import build_stage
+from longcat_pd.engine.stage_model import build_stage, stage_operators
 from longcat_pd.kernels import Ops
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.models.causal_lm import CausalLM
@@ -53,7 +53,8 @@ class RankModel:
 def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
     """Builds this rank's stage and fills it from the checkpoint.
 
-    Communicators come first, whose buffers take memory of the device too; then the cache, if it finds room.
+    First it is seen whether operators take the sizes; then come communicators, whose buffers take memory of the device too;
+    then the cache, if it finds room.
 
     Raises:
         ConfigError: the checkpoint, the device or the configuration do not fit.
@@ -62,15 +63,16 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
     began = time.monotonic()
     config = ModelConfig.load(instance.model.path)
     dtype, device = data_type(instance, config), mesh.device
+    operators = stage_operators(instance, config)
     mesh.warm_up()
     stage = Stage.of(instance, config, mesh.axis("pp").rank)
     memory = mesh.platform.runtime.memory()
     cache = KVCache.of_layers(config, stage.cached, engine=instance.engine, dtype=dtype, device=device, memory=memory)
-    built = build_stage(instance, mesh, stage=stage, config=config, cache=cache)
+    built = build_stage(instance, mesh, stage=stage, config=config, cache=cache, operators=operators)
     has_weights = instance.model.weights == "checkpoint"
     return RankModel(
         model=built.model,
-        ops=built.ops,
+        ops=operators.ops,
         cache=cache,
         hidden_size=config.hidden_size,
         dtype=dtype,

@@ -18,16 +18,23 @@ from longcat_pd.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageOperators:
+    """What a rank computes with, and the names of what its checkpoint stores in int8."""
+
+    ops: kernels.Ops
+    int8: frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageModel:
-    """What was built, with its weights."""
+    """What was built, and the bytes of its weights as they were read."""
 
     model: CausalLM
-    ops: kernels.Ops
     weight_bytes: int
 
 
-def build_stage(instance: InstanceSpec, mesh: Mesh, *, stage: Stage, config: ModelConfig, cache: KVCache) -> StageModel:
-    """The modules of ``stage``, filled from the checkpoint, with what they compute with.
+def stage_operators(instance: InstanceSpec, config: ModelConfig) -> StageOperators:
+    """The table of a rank. Allocates nothing, so that sizes are refused before anything is.
 
     Raises:
         ConfigError: the checkpoint, the device or the configuration do not fit.
@@ -36,8 +43,20 @@ def build_stage(instance: InstanceSpec, mesh: Mesh, *, stage: Stage, config: Mod
     int8 = int8_modules(open_checkpoint(Path(instance.model.path))) if has_weights else frozenset()
     with refusals():
         ops = operators_of(instance, config, dtype=data_type(instance, config), int8=int8)
+    return StageOperators(ops=ops, int8=int8)
+
+
+def build_stage(
+    instance: InstanceSpec, mesh: Mesh, *, stage: Stage, config: ModelConfig, cache: KVCache, operators: StageOperators
+) -> StageModel:
+    """The modules of ``stage``, filled from the checkpoint.
+
+    Raises:
+        ConfigError: the checkpoint or the configuration do not fit.
+    """
+    ops, int8 = operators.ops, operators.int8
     model = CausalLM(stage_context(stage, instance, config=config, mesh=mesh, ops=ops, cache=cache, int8=int8))
     weight_bytes = fill_weights(model.weight_specs(), instance.model, config=config)
     with refusals():
         model.prepare()
-    return StageModel(model=model, ops=ops, weight_bytes=weight_bytes)
+    return StageModel(model=model, weight_bytes=weight_bytes)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from longcat_pd import kernels
 from longcat_pd.config.schema import ParallelConfig
 from longcat_pd.engine import rank_model, stage_model
 from longcat_pd.engine.rank_model import load_rank_model
@@ -64,3 +65,16 @@ def test_a_cache_that_does_not_fit_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(rank_model, "build_stage", None)
     with pytest.raises(ConfigError, match=r"engine\.num_blocks=64: a cache of \d+ bytes on a device of which 1000 of"):
         load_rank_model(rank_specs(tiny("chat"), ParallelConfig())[0], mesh_of(Noting(1000)))
+
+
+def test_sizes_that_operators_do_not_take_are_refused_before_anything_is_allocated(
+    tiny: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **more: object) -> None:
+        raise kernels.Unsupported("hidden_size=8: at least 1024", param="hidden_size")
+
+    monkeypatch.setattr(stage_model, "operators_of", refuse)
+    runtime = Noting(1 << 30)
+    with pytest.raises(ConfigError, match="hidden_size=8: at least 1024"):
+        load_rank_model(rank_specs(tiny("chat"), ParallelConfig())[0], mesh_of(runtime))
+    assert runtime.calls == []
