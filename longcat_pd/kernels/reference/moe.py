@@ -85,7 +85,7 @@ def _by_expert(
 ) -> Tensor:
     """Of ``x[rows]`` the first ``counts[0]`` rows times the matrix of expert 0, the next by that of expert 1, and so on.
 
-    Short runs of floats get rows of zeros behind them (see ``rows.py``). A loop over experts: the grouped product of
+    Short runs of floats are made longer (see ``rows.py``). A loop over experts: the grouped product of
     torch wants widths of multiples of 16 bytes.
     """
     chosen = [expert for expert, count in enumerate(counts) if count]

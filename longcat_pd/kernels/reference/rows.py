@@ -2,10 +2,11 @@
 
 Matrix libraries choose how to add by the shape. Measured with MKL and oneDNN, fp32 and bf16: where the second factor is
 transposed, or the product one of a batch, the choice varies below 16 rows, so rows come in multiples of 16. Where it is one
-plain matrix, [in, out] as weights are stored, only few rows are added in another way (one on processors of Intel, up to
-three on those of AMD), so there are never fewer than four; and sums over more than 512 may be cut according to the rows, so
-they are cut here. Sums over keys are cut too, always in the same places, and keys come in multiples of 16. More columns (of
-16 at least), more products in a batch, and zeros at the end of a sum over at most 128 do not matter.
+plain matrix, [in, out] as weights are stored, only few rows are added in another way, so there are never so few: one on
+processors of Intel; on those of AMD up to three, or eleven with several threads (four rows take thrice the time of two).
+Sums over more than 512 may be cut according to the rows, so they are cut here. Sums over keys are cut too, always in the
+same places, and keys come in multiples of 16. More columns (of 16 at least), more products in a batch, and zeros at the end
+of a sum over at most 128 do not matter.
 """
 
 from __future__ import annotations
@@ -17,9 +18,20 @@ from torch.nn import functional
 from longcat_pd.kernels.ops import PrologScales, PrologWeights, WeightKind
 
 ROW_TILE = 16
-LEAST_ROWS = 4
 KEY_TILE = 128
 SUM_TILE = 512
+
+
+def _least_rows() -> int:
+    """Rows from which this processor adds as in a product of many, with the threads that torch has; two at least."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(ROW_TILE, 96, generator=draw), torch.randn(96, 64, generator=draw)
+    whole = x @ weight
+    apart = [rows for rows in range(1, ROW_TILE) if not torch.equal(x[:rows] @ weight, whole[:rows])]
+    return max(1 + max(apart, default=1), 2)
+
+
+LEAST_ROWS = _least_rows()
 
 
 def in_tiles(x: Tensor) -> Tensor:
@@ -44,9 +56,9 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def never_few(x: Tensor) -> Tensor:
-    """``x`` [rows, width] with rows of zeros behind, up to ``LEAST_ROWS``; no row stays none."""
+    """``x`` [rows, width] with its first row again behind it, up to ``LEAST_ROWS``; no row stays none."""
     missing = LEAST_ROWS - x.shape[0]
-    return functional.pad(x, (0, 0, 0, missing)) if 0 < missing < LEAST_ROWS else x
+    return torch.cat((x, x[:1].expand(missing, -1))) if 0 < missing < LEAST_ROWS else x
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
