@@ -33,6 +33,7 @@ _COUNT = Range(1)
 _SECONDS = Range(0, is_open_low=True)
 _PORT = Range(1, 65535)
 _MOST_DEVICES = 1024  # of a node: each has a port
+_MOST_DRAFTS = 64  # of a window: each is a round of its own, and with device=npu a graph
 
 RANGES: Mapping[type, Mapping[str, Range]] = {
     ModelSection: {"default_max_tokens": _COUNT},
@@ -45,7 +46,7 @@ RANGES: Mapping[type, Mapping[str, Range]] = {
     EngineConfig: {
         **dict.fromkeys(("block_size", "buckets", "max_num_seqs", "max_num_batched_tokens", "max_queued_requests"), _COUNT),
         "max_model_len": Range(0),
-        "num_draft_tokens": Range(0),
+        "num_draft_tokens": Range(0, _MOST_DRAFTS),
         "num_blocks": Range(0),
         **dict.fromkeys(("queue_timeout_s", "step_timeout_s", "rank_lost_s"), _SECONDS),
         "drain_timeout_s": Range(0),

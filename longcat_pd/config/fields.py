@@ -9,6 +9,8 @@ from longcat_pd.errors import ConfigError
 
 T = TypeVar("T", bound=str)
 
+_BEYOND = 2**63  # no size is as large; not finite ones are not below it either
+
 
 class Fields:
     """A JSON object and the path that leads to it. null counts as absent; the first alias that is present wins.
@@ -27,7 +29,7 @@ class Fields:
     def integer(self, name: str, *aliases: str, default: int | None = None, minimum: int = 1) -> int:
         """A whole number not below ``minimum``."""
         found, value = self._find((name, *aliases), default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value < _BEYOND:
             raise self._bad(found, value, f"a whole number >= {minimum}")
         return value
 
@@ -35,7 +37,7 @@ class Fields:
         """A number above 0, or not below ``minimum`` where that is given."""
         found, value = self._find((name, *aliases), default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not (value > 0 if minimum is None else value >= minimum):
+        if not is_number or not abs(value) < _BEYOND or not (value > 0 if minimum is None else value >= minimum):
             raise self._bad(found, value, "a number > 0" if minimum is None else f"a number >= {minimum}")
         return float(value)
 

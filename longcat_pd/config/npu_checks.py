@@ -24,6 +24,8 @@ _BLOCK_STEP, _MAX_BLOCK = 16, 1024
 _MAX_HEADS = 128
 _MOST_TOLD = 2**31 - 1  # HCCL reads numbers of 32 bits, and complains when it builds the communicator
 
+_BUFFERS: Mapping[str, int] = {"HCCL_BUFFSIZE": 1, "P2P_HCCL_BUFFSIZE": 0}  # in MB, and the least that can be said
+
 NPU_RANGES: Mapping[type, Mapping[str, Range]] = {
     NpuConfig: {
         **dict.fromkeys(("moe_cube_cores", "main_cube_cores"), Range(0, _CUBE_CORES)),
@@ -58,6 +60,11 @@ def check_device(config: ClusterConfig, pools: Mapping[Role, PoolConfig], *, fou
             found.cross(keys, f"{keys[0]}=true: {keys[1]}=npugraph_ex captures one stream; use ge_graph or eager")
     _check_cores(config.npu, found=found)
     _check_communicators(config.npu, pools, found=found)
+    _check_buffers("env", config.env, found=found)
+    for role, pool in pools.items():
+        _check_buffers(f"{role}.env", pool.env, found=found)
+        for place, instance in enumerate(pool.instances):
+            _check_buffers(f"{role}.instances[{place}].env", instance.env, found=found)
 
 
 def check_device_fits(
@@ -133,6 +140,16 @@ def _check_communicators(npu: NpuConfig, pools: Mapping[Role, PoolConfig], *, fo
         elif options != HcclOptions() and not any(_has_group(pool, axis.name) for pool in pools.values()):
             key = f"npu.hccl.{axis.name}"
             found.cross([key], f"{key}: has no effect, no pool has a group of this axis")
+
+
+def _check_buffers(section: str, env: Mapping[str, str], *, found: Findings) -> None:
+    """Sizes that the plan counts with, as the libraries read them."""
+    for name, least in _BUFFERS.items():
+        text = env.get(name, str(least))
+        digits = len(str(_MOST_TOLD))
+        if not (text.isascii() and text.isdecimal() and len(text) <= digits and least <= int(text) <= _MOST_TOLD):
+            key = f"{section}.{name}"
+            found.cross([key], f"{key}={text[:20]}: must be a whole number of MB, from {least} to {_MOST_TOLD}")
 
 
 def _has_group(pool: PoolConfig, axis: str) -> bool:

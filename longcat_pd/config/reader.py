@@ -15,6 +15,8 @@ from longcat_pd.errors import ConfigError
 
 R = TypeVar("R")
 
+BEYOND = 2**63  # no setting means so much, and what is computed from less stays within floating point
+
 _ZERO = {int: 0, float: 0.0, str: "", bool: False}
 
 
@@ -55,6 +57,8 @@ class Range:
 
     def complaint(self, value: float) -> str | None:
         """What is wrong with ``value``, or None."""
+        if not abs(value) < BEYOND:
+            return "must be a number below 2^63"
         if self.low is not None and (value < self.low or (self.is_open_low and value == self.low)):
             return f"must be {'more than' if self.is_open_low else 'at least'} {self.low:g}"
         if self.high is not None and value > self.high:
@@ -125,7 +129,8 @@ class Reader:
         if _is_record(hint):
             return True, self.record(hint, value, path)
         if hint is float and isinstance(value, int) and not isinstance(value, bool):
-            return True, float(value)
+            ok = abs(value) < BEYOND
+            return self._check(ok, float(value) if ok else value, path, "must be a number below 2^63")
         ok = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
         return self._check(ok, value, path, f"must be {_NAMES[hint]}")
 

@@ -134,6 +134,5 @@ class CardNeeds:
         return (self._told("HCCL_BUFFSIZE", BUFFER_MB) if size is None else size) * MIB
 
     def _told(self, name: str, usual: int) -> int:
-        """A size in MB of the environment that ranks inherit; HCCL takes whole numbers."""
-        text = self._spec.env.get(name, "")
-        return int(text) if text.isdecimal() else usual
+        """A size in MB of the environment that ranks inherit."""
+        return int(self._spec.env.get(name, usual))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,10 @@ def test_draft_alias() -> None:
         (CHAT, {"hidden_size": "6144"}, "hidden_size"),
         (CHAT, {"hidden_size": 0}, "hidden_size"),
         (CHAT, {"hidden_size": True}, "hidden_size"),
+        (CHAT, {"hidden_size": 10**400}, "hidden_size"),
+        (CHAT, {"rope_theta": 10**400}, "rope_theta"),
+        (FULL_2_0, {"oe_vocab_size_ratio": math.inf}, "oe_vocab_size_ratio"),
+        (FULL_2_0, {"oe_vocab_size_ratio": math.nan}, "oe_vocab_size_ratio"),
         (CHAT, {"zero_expert_type": "noise"}, "zero_expert_type"),
         (CHAT, {"torch_dtype": "float16"}, "torch_dtype"),
         (CHAT, {"moe_topk": 1000}, "moe_topk"),

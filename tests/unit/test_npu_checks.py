@@ -153,6 +153,15 @@ def test_graphs_of_npu(cluster: Path, mode: str) -> None:
             ["npu.hccl.ep.buffer_mb=400"],
             "npu.hccl.ep.buffer_mb=400: npu.soc=A2 has one size for all groups; set HCCL_BUFFSIZE in env",
         ),
+        (["env={HCCL_BUFFSIZE: '0'}"], "env.HCCL_BUFFSIZE=0: must be a whole number of MB, from 1 to 2147483647"),
+        (
+            ["decode.env={P2P_HCCL_BUFFSIZE: 4M}"],
+            "decode.env.P2P_HCCL_BUFFSIZE=4M: must be a whole number of MB, from 0 to",
+        ),
+        (
+            [f"prefill.instances.0.env={{HCCL_BUFFSIZE: '{5000 * '9'}'}}"],
+            "prefill.instances[0].env.HCCL_BUFFSIZE=99999999999999999999: must be",
+        ),
         (
             ["decode.engine.exe_mode=inductor"],
             "decode.engine.exe_mode=inductor: device=npu has eager, ge_graph, npugraph_ex",
