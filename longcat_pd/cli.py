@@ -6,6 +6,7 @@ A command that needs no torch starts without it. Knows nothing of what the comma
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -41,7 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {given[0]!r} is not a command\n{_usage()}")
         return 2
     run = vars(importlib.import_module(command.module))[command.function]
-    return int(run(given[1:]))
+    try:
+        status = int(run(given[1:]))
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read has seen enough; the interpreter must not try again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
 
 
 def _usage() -> str:

@@ -140,6 +140,9 @@ def _memory(root: Path, file: Path) -> Memory:
 
 
 def _cluster(options: argparse.Namespace, config: ClusterConfig, text: str) -> Cluster:
+    if config.prefill is None:
+        text = "one engine alone is not started here, see longcat-pd serve; a cluster has prefill and decode"
+        raise ConfigError(f"standalone: {text}", param="standalone")
     nodes = nodes_of(config)
     here = tuple(node for node in nodes if is_this_machine(node))
     others = [node for node in nodes if node not in here]

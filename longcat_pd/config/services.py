@@ -36,11 +36,16 @@ class Service:
 
 
 def services(config: ClusterConfig) -> Iterator[Service]:
-    """All of a cluster: decode instances, prefill instances, the balancer, as the published deployment lists its nodes."""
+    """All of a cluster: decode instances, prefill instances, the balancer, as the published deployment lists its nodes.
+
+    A standalone engine stands without a balancer.
+    """
     for role, pool in sorted(pools(config), key=lambda item: item[0]):
         for place, instance in enumerate(pool.instances):
             yield from _of_instance(config, role, pool, instance=instance, key=f"{role}.instances[{place}]")
     balancer = config.load_balancer
+    if config.prefill is None:  # a standalone engine has a face of its own
+        return
     yield Service(
         name=BALANCER,
         kind="balancer",

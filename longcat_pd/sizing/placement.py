@@ -92,5 +92,4 @@ def machines(config: ClusterConfig) -> tuple[Machine, ...]:
             ports=ports_of_node(config, node),
         )
         for node in nodes_of(config)
-        if node  # a standalone engine has no balancer
     )

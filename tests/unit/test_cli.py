@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import types
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +32,28 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_the_rest_of_the_line_goes_to_the_command_and_its_status_comes_back(calls: list[list[str]]) -> None:
     assert cli.main(["go", "--model", "DIR", "go"]) == 7
     assert calls == [["--model", "DIR", "go"]]
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
+    """``longcat-pd … | head``, also where the rest is told at the very end."""
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from longcat_pd import cli; "
+    table = "{'go': cli.Command('builtins', 'say', '')}"
+    code += "import builtins; builtins.say = lambda given: print(*given) or 3; sys.stdin.read(); "
+    code += f"cli.COMMANDS = {table}; sys.exit(cli.main(['go', *sys.argv[1:]]))"
+    for length in (10, 100_000):
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, "x" * length],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdin is not None and child.stdout is not None and child.stderr is not None
+        child.stdout.close()
+        child.stdin.close()
+        said = child.stderr.read()
+        child.stderr.close()
+        assert (child.wait(timeout=60), said) == (0, "")
 
 
 @pytest.mark.parametrize(("given", "status"), [([], 2), (["--help"], 0), (["fly"], 2)])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from longcat_pd.cluster.__main__ import main as run_pd
 from longcat_pd.config.resolve import as_json, instance_spec, load, unresolved
 from longcat_pd.config.schema import RankSpec
 from longcat_pd.config.services import balancer_url, nodes_of, ports_of_node, services
@@ -64,6 +65,20 @@ def test_every_process_has_its_node(cluster: Path) -> None:
     commands = {service.name: service.arguments for service in services(config)}
     assert commands["d0.1"] == ("-m", "longcat_pd.decode_worker", "--instance", "d0", "--node-rank", "1")
     assert commands["p0"] == ("-m", "longcat_pd.prefill_worker", "--instance", "p0")
+
+
+def test_a_standalone_engine_has_no_balancer(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = yaml.safe_load(cluster.read_text())
+    alone = {"model": tree["model"], "standalone": {"instances": [{"name": "s0", "http_port": 30000, "nodes": [P0]}]}}
+    cluster.write_text(yaml.safe_dump(alone))
+    config = load(cluster)
+    assert [(service.name, service.node) for service in services(config)] == [("s0", P0)]
+    assert nodes_of(config) == (P0,)
+    assert next(use.purpose for use in ports_of_node(config, P0)) == "s0 HTTP"
+    assert run_pd(["--root", str(cluster.parent), "status", str(cluster)]) == 2
+    assert capsys.readouterr().err == (
+        "error: standalone: one engine alone is not started here, see longcat-pd serve; a cluster has prefill and decode\n"
+    )
 
 
 def test_the_balancer_may_run_elsewhere(cluster: Path) -> None:
