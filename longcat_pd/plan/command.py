@@ -1,15 +1,18 @@
 """``longcat-pd plan FILE``: what a cluster YAML asks of every card, machine and link, before anything is started.
 
-Asks no machine and loads no weights: of the checkpoint it reads config.json.
+Asks no machine and loads no weights: of the checkpoint it reads config.json. Only ``--meta`` needs torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from longcat_pd.config.resolve import load
 from longcat_pd.errors import ConfigError
@@ -18,7 +21,7 @@ from longcat_pd.plan.advise import advice_lines
 from longcat_pd.plan.estimate import estimate_lines
 from longcat_pd.plan.picture import page
 from longcat_pd.plan.record import record
-from longcat_pd.plan.survey import survey
+from longcat_pd.plan.survey import Survey, survey
 from longcat_pd.plan.table import lines
 
 EXIT_OK, EXIT_REFUSED = 0, 2
@@ -30,10 +33,14 @@ def main(arguments: Sequence[str]) -> int:
     if options.roofline or options.advise:
         return _times(options)
     plan = survey(options.config, options.set)
+    if not options.json:
+        _say(lines(plan, is_long=options.ranks))
+    plan, report = _built(plan) if options.meta else (plan, None)
     if options.json:
-        sys.stdout.write(json.dumps(record(plan), indent=1) + "\n")
-    else:
-        sys.stdout.write("".join(f"{line}\n" for line in lines(plan, is_long=options.ranks)))
+        built = {} if report is None else {"built": [vars(instance) for instance in report.instances]}
+        sys.stdout.write(json.dumps({**record(plan), **built}, indent=1) + "\n")
+    elif report is not None:
+        _say(["", *report.lines()])
     findings = list(plan.findings)
     if options.html is not None:
         try:
@@ -44,6 +51,41 @@ def main(arguments: Sequence[str]) -> int:
     for line in findings:
         sys.stderr.write(f"error: {line}\n")
     return EXIT_REFUSED if findings else EXIT_OK
+
+
+def _say(told: Iterable[str]) -> None:
+    """At once: what comes next may take minutes."""
+    sys.stdout.write("".join(f"{line}\n" for line in told))
+    sys.stdout.flush()
+
+
+class _Report(Protocol):
+    """What ``sizing/meta_build.py`` saw."""
+
+    @property
+    def instances(self) -> Sequence[object]:
+        """One of each pool."""
+
+    @property
+    def findings(self) -> Sequence[str]:
+        """One line each."""
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+
+
+def _built(plan: Survey) -> tuple[Survey, _Report | None]:
+    """The plan with what disagrees with it, and what was seen of every rank, built at full size without memory.
+
+    By name, for that takes torch, which a plan is made without. Nothing is built where the plan has no ranks.
+    """
+    if plan.config is None or not plan.instances:
+        return plan, None
+    try:
+        report: _Report = importlib.import_module("longcat_pd.sizing.meta_build").check_ranks(plan.config)
+    except ConfigError as error:
+        return replace(plan, findings=(*plan.findings, *error.message.splitlines())), None
+    return replace(plan, findings=(*plan.findings, *report.findings)), report
 
 
 def _times(options: argparse.Namespace) -> int:
@@ -65,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="laid over the file; repeatable")
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
     parser.add_argument("--ranks", action="store_true", help="a line for every rank, too")
+    parser.add_argument("--meta", action="store_true", help="build every rank too, without memory; takes minutes and torch")
     parser.add_argument("--html", metavar="FILE", help="write a page with a picture of the cluster")
     estimate.add_arguments(parser)
     advise.add_arguments(parser)

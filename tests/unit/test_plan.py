@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from longcat_pd.plan.drawing import PART_COLOURS
 from longcat_pd.plan.record import record
 from longcat_pd.plan.survey import survey
 from longcat_pd.plan.units import size
+from longcat_pd.sizing import meta_instance
+from longcat_pd.sizing.memory import instance_memory
 from longcat_pd.tiny.configs import make_config
 
 CLUSTER = Path(__file__).parents[2] / "deploy" / "config" / "cluster"
@@ -122,6 +125,35 @@ def test_bars_of_a_page_stay_inside_their_cards(run: Run, tmp_path: Path) -> Non
         assert "over" in (card.get("class") or "")
         assert all(top < float(bar.get("y", 0)) for bar in bars)
         assert all(float(bar.get("y", 0)) + float(bar.get("height", 0)) <= bottom for bar in bars)
+
+
+def test_every_rank_is_built_on_demand(run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was seen comes behind the plan; what is other than planned is a finding beside those of the plan."""
+    arguments = (CLUSTER / "twin-cpu.yaml", "--set", f"model.path={checkpoint}", "--meta")
+    status, out, err = run(*arguments)
+    assert (status, err) == (0, [])
+    assert out.startswith("longcat-tiny: 8 ranks on 1 machines") and "prefill p0: 4 ranks built at full size" in out
+    assert (
+        len(re.findall(r"without memory in \d+ s$", out, re.MULTILINE))
+        == out.count("every rank allocates what the plan says")
+        == 2
+    )
+    status, out, _ = run(*arguments, "--json")
+    built = json.loads(out)["built"]
+    assert status == 0 and [(one["name"], one["num_ranks"], one["findings"]) for one in built] == [
+        ("prefill p0", 4, []),
+        ("decode d0", 4, []),
+    ]
+    monkeypatch.setattr(meta_instance, "instance_memory", lambda spec, model: instance_memory(spec, model)[::-1])
+    status, out, err = run(*arguments, "--html", tmp_path / "missing" / "plan.html")
+    assert status == 2 and "every rank allocates what the plan says" not in out.partition("decode d0: 4 ranks built")[0]
+    assert len(json.loads(run(*arguments, "--json")[1])["findings"]) == len(err) - 1
+    assert "parts of ranks have other bytes than planned: rank 0: " in err[0] and "--html" in err[-1]
+    (checkpoint / "model.safetensors.index.json").write_text("{}")
+    status, out, err = run(*arguments)
+    assert status == 2 and "weight_map" in err[0] and len(err) == 1 and "prefill p0: 4 ranks on" in out
+    status, out, err = run(LARGE, "--set", "model.path=/nonexistent", "--meta")
+    assert status == 2 and len(err) == 1 and "built" not in out
 
 
 def test_all_findings_at_once_and_the_plan_is_still_there(run: Run) -> None:
