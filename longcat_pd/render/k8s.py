@@ -67,17 +67,18 @@ def _worker_set(target: Target, driver: Service, *, ranks: list[Service]) -> Obj
 
 
 def _resources(target: Target, service: Service) -> Object:
-    """Devices by number; of processors and memory what the plan says, without a limit that would end a rank."""
-    device = target.device
-    if device.resource:
-        count = {device.resource: str(target.config.devices_per_node)}
-        return {"requests": count, "limits": count}
-    instance = service.name.partition(".")[0]
-    need = {"cpu": str(target.ranks_per_node(service) + (service.kind == "driver"))}
-    if instance in target.memory_bytes:
-        total = target.memory_bytes[instance] + (DRIVER_BYTES if service.kind == "driver" else 0)
+    """Devices by number; a processor for every rank and for the driver; and memory as planned, without a limit that would
+    end a rank. Pods of further nodes are of one template, so that the fullest of these counts."""
+    is_driver = service.kind == "driver"
+    need = {"cpu": str(target.ranks_per_node(service) + is_driver)}
+    planned = target.memory_bytes.get(service.name.partition(".")[0], ())
+    if planned:
+        total = planned[0] + DRIVER_BYTES if is_driver else max(planned[1:])
         need["memory"] = f"{-(-total // MIB)}Mi"
-    return {"requests": need}
+    if not target.device.resource:
+        return {"requests": need}
+    cards = {target.device.resource: str(target.config.devices_per_node)}
+    return {"requests": {**need, **cards}, "limits": cards}
 
 
 def _http_service(target: Target, service: Service, *, name: str) -> Object:

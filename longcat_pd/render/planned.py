@@ -24,8 +24,8 @@ def cluster(path: Path, overrides: Sequence[str]) -> ClusterConfig:
     return config
 
 
-def planned(path: Path, overrides: Sequence[str]) -> tuple[ClusterConfig, dict[str, int]]:
-    """The cluster, and the bytes of each instance on its fullest node, if its checkpoint's config.json is here.
+def planned(path: Path, overrides: Sequence[str]) -> tuple[ClusterConfig, dict[str, tuple[int, ...]]]:
+    """The cluster, and what ranks of each instance hold of the memory of each of its nodes, if config.json is here.
 
     Raises ConfigError.
     """
@@ -40,6 +40,6 @@ def planned(path: Path, overrides: Sequence[str]) -> tuple[ClusterConfig, dict[s
     memory = {}
     for name in names:
         spec = instance_spec(config, name)
-        sizes, share = [rank.total_bytes for rank in instance_memory(spec, model)], spec.ranks_per_node
-        memory[name] = max(sum(sizes[first : first + share]) for first in range(0, len(sizes), share))
+        sizes, share = [rank.machine_bytes for rank in instance_memory(spec, model)], spec.ranks_per_node
+        memory[name] = tuple(sum(sizes[first : first + share]) for first in range(0, len(sizes), share))
     return config, memory

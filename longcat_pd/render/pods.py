@@ -15,7 +15,12 @@ from longcat_pd.render.target import Object, Target
 
 USER = 10001  # of deploy/Dockerfile
 HOME = "/home/longcat"
-INDEX = "$(LWS_WORKER_INDEX)"  # filled by the kubelet, from what the LeaderWorkerSet adds to the environment
+_INDEX_NAME = "NODE_RANK"
+INDEX = f"$({_INDEX_NAME})"  # filled by the kubelet; only pods of further nodes have it
+_PLACE: Object = {  # from the label: LWS_WORKER_INDEX is younger than the API's v1, and was 0 everywhere at first
+    "name": _INDEX_NAME,
+    "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']"}},
+}
 NAMES_S = 300  # until names of pods resolve: DNS may remember for half a minute that they did not
 PROBE_S = 5  # the answer takes a tenth of a second at any load
 ROUTING_S = 5  # until no Service sends anything new to a pod that is about to end
@@ -33,6 +38,7 @@ def pod_template(
         "name": service.kind,
         "image": target.image,
         "command": _command(target, service),
+        "workingDir": HOME,  # of the image may be one that cannot be written to, and compilers of operators write there
         "env": _environment(target, service),
         "ports": _ports(target, service),
         "resources": resources,
@@ -53,7 +59,7 @@ def pod_template(
             **({"supplementalGroups": list(device.groups)} if device.groups else {}),
         },
         "terminationGracePeriodSeconds": stop_limit_s(target.config) + (ROUTING_S if is_routed else 0),
-        "initContainers": [_await_names(target, names)] if names else [],
+        "initContainers": [_await_names(target, service, names)] if names else [],
         "containers": [container],
         "volumes": _once(volume for volume, _ in volumes),
     }
@@ -77,9 +83,13 @@ def _command(target: Target, service: Service) -> list[str]:
 
 
 def _environment(target: Target, service: Service) -> list[Object]:
-    """The service's own, and a home that can be written to."""
+    """The service's own, a home that can be written to, and which of several pods this is."""
     given = {key: value for key, value in service.env.items() if key not in target.device.assigned}
-    return [{"name": key, "value": literal(value)} for key, value in {"HOME": HOME, **given}.items()]
+    return [{"name": key, "value": literal(value)} for key, value in {"HOME": HOME, **given}.items()] + _place(service)
+
+
+def _place(service: Service) -> list[Object]:
+    return [_PLACE] if service.kind == "ranks" else []
 
 
 def _ports(target: Target, service: Service) -> list[Object]:
@@ -102,12 +112,13 @@ def _probes(target: Target) -> Object:
     }
 
 
-def _await_names(target: Target, names: Sequence[str]) -> Object:
+def _await_names(target: Target, service: Service, names: Sequence[str]) -> Object:
     """A pod's name is known to DNS some time after it has begun; a service that cannot find its own is refused."""
     return {
         "name": "names",
         "image": target.image,
         "command": ["timeout", str(NAMES_S), "sh", "-c", literal(_AWAIT_NAMES), "names", *names],
+        "env": _place(service),
         "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}, "limits": {"memory": "64Mi"}},
         "securityContext": _container_rights(),
     }

@@ -33,7 +33,7 @@ class Target:
     """One cluster in one namespace.
 
     ``config_text``: the ConfigMap's. ``secret``: holds the key files, each under the name of its setting. ``memory_bytes``:
-    by instance, of its fullest node; empty where there is no checkpoint to plan with.
+    by instance, what ranks hold of each of its nodes, cards apart; empty where there is no checkpoint to plan with.
     """
 
     config: ClusterConfig
@@ -44,7 +44,7 @@ class Target:
     launch: Launch
     secret: str
     weights: Weights = field(default_factory=Weights)
-    memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    memory_bytes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def device(self) -> PodDevice:

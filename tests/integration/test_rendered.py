@@ -81,7 +81,7 @@ class Pods:
 
     def _start(self, name: str, place: int, template: dict[str, Any]) -> None:
         def as_run(word: str) -> str:
-            return word.replace("$(LWS_WORKER_INDEX)", str(place)).replace("$$", "$")
+            return word.replace("$(NODE_RANK)", str(place)).replace("$$", "$")
 
         spec = template["spec"]
         pod = [*IN_A_POD, str(self._folder / "hosts")]
@@ -91,7 +91,7 @@ class Pods:
         (mount,) = [item["mountPath"] for item in container["volumeMounts"] if item["name"] == "config"]
         command = [str(self._config) if word == f"{mount}/cluster.yaml" else as_run(word) for word in container["command"]]
         assert str(self._config) in command
-        given = [f"{item['name']}={as_run(item['value'])}" for item in container["env"]]
+        given = [f"{item['name']}={as_run(item.get('value', '$(NODE_RANK)'))}" for item in container["env"]]
         key = f"{name}-{place}"
         launched = self._children.launch(
             key, ["env", *given, *pod, *command], log=self._folder / f"{key}.log", ready_url=""

@@ -16,6 +16,7 @@ from longcat_pd.config.checks import pools
 from longcat_pd.config.resolve import load, unresolved
 from longcat_pd.config.schema import ClusterConfig
 from longcat_pd.config.services import services
+from longcat_pd.plan.survey import survey
 from longcat_pd.render.main import main
 from longcat_pd.tiny.configs import make_config
 from tests.manifests import complaints
@@ -102,11 +103,22 @@ def processes(objects: list[Manifest]) -> list[tuple[list[str], dict[str, str]]]
     found = []
     for _, place, template in templates(objects):
         (container,) = template["spec"]["containers"]
-        given = {item["name"]: item["value"] for item in container["env"]}
-        variables = {**given, "LWS_WORKER_INDEX": str(place)}
+        variables, given = (
+            variables_of(container, place),
+            {item["name"]: item.get("value", "") for item in container["env"]},
+        )
         command = [as_kubelet_reads(word, variables) for word in container["command"]]
+        given.pop("NODE_RANK", None)
         found.append((command, {key: as_kubelet_reads(value, variables) for key, value in given.items()}))
     return found
+
+
+def variables_of(container: Manifest, place: int) -> dict[str, str]:
+    """What a container's environment says where the LeaderWorkerSet has labelled its pod."""
+    labels = {"metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']": str(place)}
+    return {
+        i["name"]: i["value"] if "value" in i else labels[i["valueFrom"]["fieldRef"]["fieldPath"]] for i in container["env"]
+    }
 
 
 @pytest.mark.parametrize("overrides", [(), NPU], ids=["cpu", "npu"])
@@ -220,7 +232,7 @@ def test_a_pod_starts_when_its_names_resolve(cluster: Path, capsys: pytest.Captu
     awaited = {}
     for name, place, template in templates(rendered(cluster, capsys)):
         for container in template["spec"]["initContainers"]:
-            words = [as_kubelet_reads(word, {"LWS_WORKER_INDEX": str(place)}) for word in container["command"]]
+            words = [as_kubelet_reads(word, variables_of(container, place)) for word in container["command"]]
             assert words[:4] == ["timeout", "300", "sh", "-c"] and '"$name"' in words[4]
             awaited[name, place] = words[6:]
     own = ["longcat-p0-0.longcat-p0.serving", "longcat-p0-0-1.longcat-p0.serving"]
@@ -317,7 +329,7 @@ def test_cards_are_asked_for_and_reached_over_the_network_of_their_machines(
         assert ("limits" in container["resources"]) == (not is_balancer)
         if name == "longcat-p0":
             cards = {"huawei.com/Ascend910": "1"}
-            assert container["resources"] == {"requests": cards, "limits": cards}
+            assert container["resources"] == {"requests": {"cpu": "1" if place else "2", **cards}, "limits": cards}
             ports = {port["containerPort"] for port in container["ports"]}
             assert ports == ({30010} if place else {*range(30000, 30007), 30010})
     assert set(of_kind(objects, "NetworkPolicy")) == {"longcat-balancer"}
@@ -344,20 +356,35 @@ def test_processors_and_memory_are_those_of_the_plan(cluster: Path, capsys: pyte
     assert abs(int(whole["memory"].removesuffix("Mi")) - 2048 - 2 * mebibytes["longcat-d0", 1]) <= 2
 
 
-def test_the_fullest_node_counts(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """That with two layers, wherever it is: pods of further nodes have one template."""
+def memory_of(objects: list[Manifest], name: str) -> list[int]:
+    """What the containers of an instance ask for, in MiB, by their place in the group."""
+    found = [t["spec"]["containers"][0]["resources"]["requests"]["memory"] for n, _, t in templates(objects) if n == name]
+    return [int(text.removesuffix("Mi")) for text in found]
 
-    def asked(layers: str) -> int:
+
+def test_the_fullest_of_further_nodes_counts(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pods of further nodes have one template, that of the first node has its own."""
+
+    def asked(layers: str) -> list[int]:
         parallel = ("prefill.parallel.pp_size=2", f"prefill.parallel.layers_per_stage={layers}")
         overrides = (*parallel, "prefill.instances.0.nodes=[a, b]", "prefill.engine.num_blocks=100000")
-        (template,) = [
-            t
-            for n, place, t in templates(rendered(cluster, capsys, overrides=overrides))
-            if (n, place) == ("longcat-p0", 1)
-        ]
-        return int(template["spec"]["containers"][0]["resources"]["requests"]["memory"].removesuffix("Mi"))
+        return memory_of(rendered(cluster, capsys, overrides=overrides), "longcat-p0")
 
-    assert asked("[1, 2]") == pytest.approx(asked("[2, 1]"), rel=0.05)
+    (first, second), (full, light) = asked("[1, 2]"), asked("[2, 1]")
+    assert second == pytest.approx(full - 2048, rel=0.05) and first - 2048 == pytest.approx(light, rel=0.1)
+    assert second > 1.5 * light
+    three = ("prefill.engine.num_draft_tokens=1", "decode.engine.num_draft_tokens=1", "prefill.engine.num_blocks=100000")
+    plan = survey(str(cluster), three)
+    middle, last = (plan.host_bytes[f"10.0.0.{node}"] >> 20 for node in (2, 3))
+    assert memory_of(rendered(cluster, capsys, overrides=three), "longcat-p0")[1:] == [last + 1, last + 1] and last > middle
+
+
+def test_tables_in_the_memory_of_the_first_node_are_asked_for_there(capsys: pytest.CaptureFixture[str]) -> None:
+    objects = rendered(CLUSTER_FILES[0].parent / "longcat2-a2-192.yaml", capsys)
+    ranks = 16 * 3 * 1024  # MiB beside the cards
+    first, *others = memory_of(objects, "longcat-p0")
+    assert first == pytest.approx(ranks + 2048 + 251.4 * 1024, rel=1e-4) and others == 3 * [ranks]
+    assert memory_of(objects, "longcat-d0") == [ranks + 2048, *7 * [ranks]]
 
 
 def is_chosen(selector: Manifest, labels: dict[str, str]) -> bool:
