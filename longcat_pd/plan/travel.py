@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import InstanceSpec
 from longcat_pd.sizing.links import LinkBytes, between_nodes, full_chunk, full_step, link_bytes, looked_up, token_bytes
+from longcat_pd.sizing.steps import LargestStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ def _of_steps(spec: InstanceSpec, model: ModelConfig) -> Travel:
     parallel, engine = spec.parallel, spec.engine
     ranks = range(parallel.world_size)
     step = full_step(spec, model, context=engine.max_model_len)
-    num_rows = engine.max_num_seqs // parallel.dp_size * (1 + engine.num_draft_tokens)
+    num_rows = LargestStep.of_decode(spec).rows
     found = []
     for rank in ranks:
         to, back = looked_up(spec, model, rank, num_rows=num_rows)
@@ -53,7 +54,7 @@ def _of_prompts(spec: InstanceSpec, model: ModelConfig) -> Travel:
     """Stage by stage."""
     parallel, engine = spec.parallel, spec.engine
     short = min(engine.max_num_batched_tokens, engine.max_model_len)
-    num_rows = engine.max_num_batched_tokens // parallel.cp_size
+    num_rows = LargestStep.of(spec).rows
     links: list[LinkBytes] = []
     first: list[LinkBytes] = []
     pairs: dict[tuple[int, int], int] = {}

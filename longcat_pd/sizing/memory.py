@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from longcat_pd.config.model import ModelConfig, attentions_of
 from longcat_pd.config.schema import InstanceSpec, ParallelConfig
 from longcat_pd.sizing.card_memory import HOST_BYTES, CardNeeds
+from longcat_pd.sizing.cards import card_of
 from longcat_pd.sizing.steps import LargestStep, logits_bytes, said_bytes
 from longcat_pd.sizing.weights import DTYPE_BYTES, FP32, Weights
 
@@ -20,7 +21,6 @@ GIB, MIB = 1 << 30, 1 << 20
 FP64 = 8
 PROCESS_BYTES = 48 << 20  # what a rank process has of its own before it loads anything
 COMPILER_BYTES = 512 << 20  # torch's compiler at its height; half of it stays
-CARDS = ("npu",)  # devices with memory of their own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def instance_memory(spec: InstanceSpec, model: ModelConfig, *, num_lanes: int = 
     ``num_lanes``: ranks of the other pool that each rank may exchange cache with; a card has buffers for each.
     """
     stages = _first_layers(spec.parallel)
-    card = CardNeeds(spec, model, num_lanes=num_lanes) if spec.device in CARDS else None
+    card = CardNeeds(spec, model, num_lanes=num_lanes) if card_of(spec) is not None else None
     ranks = range(spec.parallel.world_size)
     return tuple(_rank_memory(rank, spec, model=model, stages=stages, card=card) for rank in ranks)
 
@@ -62,7 +62,7 @@ def instance_memory(spec: InstanceSpec, model: ModelConfig, *, num_lanes: int = 
 def stage_memory(spec: InstanceSpec, model: ModelConfig, *, num_lanes: int = 0) -> tuple[RankMemory, ...]:
     """The first rank of every pipeline stage: no other rank of the stage needs more. Arguments as ``instance_memory``."""
     stages, parallel = _first_layers(spec.parallel), spec.parallel
-    card = CardNeeds(spec, model, num_lanes=num_lanes) if spec.device in CARDS else None
+    card = CardNeeds(spec, model, num_lanes=num_lanes) if card_of(spec) is not None else None
     ranks = range(0, parallel.world_size, parallel.stage_size)
     return tuple(_rank_memory(rank, spec, model=model, stages=stages, card=card) for rank in ranks)
 

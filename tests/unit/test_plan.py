@@ -85,6 +85,12 @@ def test_json_holds_every_rank_and_adds_up(run: Run) -> None:
     assert [service["name"] for service in nodes["10.0.2.4"]["services"]] == ["p0.3", "balancer"]
 
 
+def test_the_busiest_rank_of_an_uneven_chunk_counts_everywhere() -> None:
+    """129 blocks over 8 ranks: one has 17 of them, in what it sends to others and in what it asks its host for."""
+    links = survey(str(LARGE), ["prefill.engine.max_num_batched_tokens=16512"]).instances[0].travel.first_links[0]
+    assert links.by_part["stages"] == 17 * 128 * 8192 * 2 and links.to_host == 8 * 17 * 128 * 16 * 8
+
+
 def test_keys_of_the_json_stay() -> None:
     said: dict[str, Any] = record(survey(str(LARGE), []))
     top = "model device card findings advice totals handover instances nodes"
