@@ -23,6 +23,7 @@ from longcat_pd.sizing.search import Answer, Question, Search, Target, splits
 
 ANSWER = 1024  # tokens
 SHOWN = 3
+MOST_CARDS = 1 << 14
 
 
 class Pair(NamedTuple):
@@ -55,7 +56,8 @@ def advice_lines(cluster: ClusterConfig, options: argparse.Namespace) -> Iterato
     sizes = [pool.parallel.world_size * len(pool.instances) for pool in own]
     cards = sum(sizes) if options.cards is None else options.cards
     card = card_for(base, options.card)
-    for name, value in (("cards", cards), ("answer", options.answer), ("top", options.top)):
+    positive("cards", [cards], most=MOST_CARDS)
+    for name, value in (("answer", options.answer), ("top", options.top)):
         positive(name, [value])
     asked = _asked(base, options)
     question = Question(

@@ -20,6 +20,7 @@ from longcat_pd.sizing.roofline import decode_step, prefill
 
 LENGTHS = (4096, 32768, 131072)  # as far as they fit, and then the longest
 SHOWN = 6  # causes
+MOST = 1 << 30  # tokens, sequences: chunks and layouts of more are not gone through in any time
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,11 +70,11 @@ def rates_line(card: Card, rates: Rates) -> str:
     return f"estimated for {card.name}, not measured: {', '.join(parts)}"
 
 
-def positive(name: str, values: Sequence[int] | None) -> tuple[int, ...]:
+def positive(name: str, values: Sequence[int] | None, *, most: int = MOST) -> tuple[int, ...]:
     """Numbers of an option that was given, ascending. Raises ConfigError for what is none."""
     for value in values or ():
-        if value < 1:
-            raise ConfigError(f"--{name} {value}: must be at least 1", param=name)
+        if not 1 <= value <= most:
+            raise ConfigError(f"--{name} {value}: must be from 1 to {most}", param=name)
     return tuple(sorted(set(values or ())))
 
 

@@ -88,12 +88,14 @@ def test_the_target_is_what_orders(capsys: pytest.CaptureFixture[str], target: s
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--roofline", "--context", "0"], "--context 0: must be at least 1"),
+        (["--roofline", "--context", "0"], "--context 0: must be from 1 to 1073741824"),
+        (["--roofline", "--context", "999999999999"], "--context 999999999999: must be from 1 to 1073741824"),
         (["--advise", "--prefill-cards", "32"], "--prefill-cards 32: must be at least 1 and less than 32"),
         (["--advise", "--context", "1"], "--context 1: must be at least 2"),
-        (["--advise", "--cards", "0"], "--cards 0: must be at least 1"),
-        (["--advise", "--top", "0"], "--top 0: must be at least 1"),
-        (["--advise", "--cards-per-node", "0"], "--cards-per-node 0: must be at least 1"),
+        (["--advise", "--cards", "0"], "--cards 0: must be from 1 to 16384"),
+        (["--advise", "--cards", "1000000000"], "--cards 1000000000: must be from 1 to 16384"),
+        (["--advise", "--top", "0"], "--top 0: must be from 1 to"),
+        (["--advise", "--cards-per-node", "0"], "--cards-per-node 0: must be from 1 to"),
     ],
 )
 def test_refusals(capsys: pytest.CaptureFixture[str], arguments: list[str], line: str) -> None:
