@@ -76,7 +76,7 @@ def check_names(config: ClusterConfig, names: Names, *, image: str, found: Findi
                     f"Kubernetes wants lower-case letters, digits and '-', a letter first, and {name} of {_LONGEST} at most"
                 )
                 found.add(key, f"{key}={instance.name}: {text}")
-            for object_name in (name, f"{name}-http"):
+            for object_name in (name, f"{name}-http", f"{name}-0"):  # the last: of further pods, by the LeaderWorkerSet
                 if object_name in taken:
                     found.add(key, f"{key}={instance.name}: {object_name} is already the name of {taken[object_name]}")
                 taken[object_name] = instance.name

@@ -279,6 +279,7 @@ def test_a_pod_may_do_little(cluster: Path, capsys: pytest.CaptureFixture[str]) 
             assert rights["capabilities"] == {"drop": ["ALL"]}
         writable = [mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"] if not mount.get("readOnly")]
         assert sorted(writable) == ["/dev/shm", "/home/longcat", "/tmp"]
+        assert spec["containers"][0]["workingDir"] in writable
 
 
 def test_pods_without_cards_and_paths_pass_the_restricted_standard(
@@ -447,6 +448,7 @@ def test_without_a_checkpoint_pods_ask_for_no_memory(cluster: Path, capsys: pyte
         ((), ("prefill.instances.0.name=p" + "0" * 60,), "of 50 at most"),
         ((), ("prefill.instances.0.name=balancer",), "longcat-balancer is already the name of the balancer"),
         ((), ("decode.instances.1.name=d0-http",), "longcat-d0-http is already the name of d0"),
+        ((), ("decode.instances.1.name=d0-0",), "longcat-d0-0 is already the name of d0"),  # the set of its further pods
         ((), ("decode.instances.0.http_port=0",), "decode.instances[0].http_port=0"),
     ],
 )
