@@ -29,8 +29,12 @@ EXIT_OK, EXIT_REFUSED = 0, 2
 
 def main(arguments: Sequence[str]) -> int:
     """Print the plan, and what stands against it on stderr. Exit status 0, or 2 if anything does."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     if options.roofline or options.advise:
+        idle = [f"--{name}" for name in ("json", "ranks", "html", "meta") if vars(options)[name]]
+        if idle or (options.roofline and options.advise):
+            parser.error(f"--roofline or --advise stands alone, not with {', '.join(idle) or 'the other'}")
         return _times(options)
     plan = survey(options.config, options.set)
     if not options.json:

@@ -103,6 +103,14 @@ def test_refusals(capsys: pytest.CaptureFixture[str], arguments: list[str], line
     assert f"error: {line}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("other", ["--json", "--ranks", "--meta", "--html=x", "--advise"])
+def test_what_estimates_would_ignore_is_refused(capsys: pytest.CaptureFixture[str], other: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", str(TWIN), "--roofline", other])
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == "" and "stands alone, not with " in said.err
+
+
 def test_no_rates_without_a_card(capsys: pytest.CaptureFixture[str]) -> None:
     path = str((CLUSTERS / "../model/LongCat-Flash-Lite-Sparse").resolve())
     arguments = [str(CLUSTERS / "twin-cpu.yaml"), "--set", f"model.path={path}", "--roofline", "--context", "4096"]
