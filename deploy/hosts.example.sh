@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2034  # read by run_pd.sh
-# Copy to hosts.sh (which git ignores) and edit. Each variable may be missing; run_pd.sh lays it over the cluster YAML, and
+# Copy to hosts.sh (which git ignores) and edit. Each variable may be missing; run_pd.sh lays it over any cluster YAML, and
 # the option of the same meaning counts more than it. Machines are reached with keys, and their host keys must be known.
 
 iplist=(10.0.1.1 10.0.1.2 10.0.0.1 10.0.0.2)   # decode nodes, then prefill nodes, as their instances come in the YAML;

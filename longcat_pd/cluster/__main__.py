@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from longcat_pd.cluster import code, doctor, look, overlay, restart, start, stop
+from longcat_pd.cluster.machines import is_known_to_run
 from longcat_pd.cluster.telling import EXIT_FAILED, EXIT_OK, EXIT_REFUSED, complain
 from longcat_pd.errors import ConfigError
 
@@ -40,6 +41,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "logs": Verb(look.logs, look.log_arguments, "the last lines of every log"),
     }
 )
+OF_WHAT_RUNS = ("stop", "status", "logs")  # they mean what was started, whatever list of machines there is by now
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.root = options.root.absolute()
     options.config = Path(options.config or options.root / DEFAULT_CONFIG).absolute()
     try:
-        options.overrides = overlay.overrides(options.config, options)
+        if options.verb not in OF_WHAT_RUNS or not is_known_to_run(options):
+            options.overrides = overlay.overrides(options.config, options)
         return VERBS[options.verb].main(options)
     except ConfigError as error:
         for line in error.message.splitlines():
@@ -69,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     for name, about in VERBS.items():
         verb = verbs.add_parser(name, help=about.help, description=about.help)
         verb.add_argument("config", nargs="?", metavar="CLUSTER_YAML", help=f"default: {DEFAULT_CONFIG}")
-        verb.add_argument("--set", dest="overrides", action="append", default=[], metavar="key.path=value")
+        text = "laid over the file; repeatable"
+        verb.add_argument("--set", dest="overrides", action="append", default=[], metavar="key.path=value", help=text)
         overlay.arguments(verb)
         about.arguments(verb)
     return parser

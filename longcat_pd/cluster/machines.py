@@ -135,6 +135,11 @@ def running_cluster_of(options: argparse.Namespace) -> Cluster:
     return _cluster(options, unresolved(file), as_json(file))
 
 
+def is_known_to_run(options: argparse.Namespace) -> bool:
+    """Whether ``running_cluster_of`` means what was started from here, and takes nothing else of the options."""
+    return _memory(options.root, options.config).file is not None
+
+
 def _memory(root: Path, file: Path) -> Memory:
     return Memory(root / ".run" / file.stem)
 
