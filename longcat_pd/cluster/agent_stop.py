@@ -16,7 +16,9 @@ from longcat_pd.cluster.record import RunFolder, State
 from longcat_pd.config.services import BALANCER
 from longcat_pd.sizing.preflight import port_findings
 
-HELPERS_END_S = 5.0  # what a driver leaves behind ends by itself within this, if it ends at all
+HELPERS_END_S = (
+    15.0  # for what a driver leaves behind: the interpreter that ranks are forked from takes seconds on a busy machine
+)
 NEXT_ORDER_S = 3600.0  # other machines may drain so long
 
 Say = Callable[[Event], None]

@@ -21,6 +21,7 @@ from longcat_pd.sizing.memory import GIB
 from longcat_pd.sizing.rates import rates_of
 from longcat_pd.sizing.search import Answer, Question, Search, Target, splits
 
+USUAL_CONTEXT = 131072  # tokens of a sequence; all slots full at the longest that is allowed is what few clusters hold
 ANSWER = 1024  # tokens
 SHOWN = 3
 MOST_CARDS = 1 << 14
@@ -74,9 +75,8 @@ def advice_lines(cluster: ClusterConfig, options: argparse.Namespace) -> Iterato
     yield f"wanted: {options.target} for {shape}, on {cards} cards, {base.devices_per_node} a node"
     pairs = _pairs(search, _splits(cards, base, options), question=question)
     if not pairs:
-        yield "no pair of layouts fits: more cards, fewer sequences or a shorter context"
         yield from _own_lines(search, pairs, question=question, cards=cards, sizes=sizes)
-        return
+        raise ConfigError(f"no pair of layouts fits {shape}: more cards, fewer --sequences or a shorter --context")
     for number, pair in enumerate(pairs[: options.top], 1):
         yield ""
         yield f"{number}. {_headline(pair, question)}"
@@ -91,7 +91,7 @@ def advice_lines(cluster: ClusterConfig, options: argparse.Namespace) -> Iterato
 
 def _asked(base: ClusterConfig, options: argparse.Namespace) -> Asked:
     pool = pool_of(base, "decode")
-    context = (positive("context", options.context) or (pool.engine.max_model_len,))[-1]
+    context = (positive("context", options.context) or (min(pool.engine.max_model_len, USUAL_CONTEXT),))[-1]
     sequences = (positive("sequences", options.sequences) or (pool.engine.max_num_seqs,))[-1]
     if context < 2:
         raise ConfigError(f"--context {context}: must be at least 2, a prompt and an answer", param="context")

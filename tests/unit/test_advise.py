@@ -123,3 +123,12 @@ def test_it_starts_without_torch() -> None:
     code = "import sys, longcat_pd.plan.command; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
     assert done.returncode == 0
+
+
+def test_what_nothing_holds_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(TWIN), "--advise", "--prefill-cards", "16", "--context", "1000000000"]) == 2
+    assert "no pair of layouts fits 8 sequences of 1000000000 tokens" in capsys.readouterr().err
+
+
+def test_the_usual_length_is_one_that_can_be_held(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "sequences of 131072 tokens" in told(capsys, str(TWIN), "--advise", "--prefill-cards", "16")
