@@ -87,7 +87,7 @@ class Conversation:
         status = as_shell_shows(self._session.returncode or 0)
         words = last_words((said + b"\n" + stderr).decode(errors="replace").splitlines())
         return self._shell.fault(status, stderr) or StepFailed(
-            self._shell.node, f"the session ended with exit status {status}: {words}"
+            self._shell.node, f"the session ended with exit status {status}: {words or 'it said nothing'}"
         )
 
 

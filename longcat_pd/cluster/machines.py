@@ -23,7 +23,9 @@ from longcat_pd.errors import ConfigError
 DRAIN_MARGIN_S = 15.0
 
 # $1 hosts.path, $2 interpreter or nothing, $3 the verb. Where ``current`` leads to is looked up once: it may be switched.
+# The empty line ends what a start-up file of the shell has said.
 _AGENT = """\
+echo
 if ! cd "$1/current" 2>/dev/null || [ ! -f longcat_pd/cluster/agent.py ]; then
   echo "no code in $1/current; run 'run_pd.sh code' first" >&2; exit 2
 fi

@@ -80,7 +80,7 @@ class NodeCode:
         if place.free_bytes < self.tree.disk_bytes:
             raise StepFailed(self.shell.node, f"disk full: {self._numbers(place.free_bytes)}")
         base = [f"--copy-dest={self.path}/releases/{place.current}"] if place.current else []
-        paths = "\0".join(self.tree.paths).encode()
+        paths = "\0".join(f"./{path}" for path in self.tree.paths).encode()  # without "./" rsync passes "#name" over
         options = ["--files-from=-", "--from0", "--links", "--perms", "--checksum", "--stats", "--no-human-readable", *base]
         told = self._rsync(options, source=f"{self.tree.root}/", target=f"{self.path}/releases/.incoming/", stdin=paths)
         self._ask(f"place {self.tree.digest}", timeout_s=_COMPARE_S)

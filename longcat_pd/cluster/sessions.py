@@ -178,7 +178,10 @@ class Sessions:
                 answers[session] = answer
             if all(session in answers or session.is_over for session in self.all):
                 break
-        for session in self.open:
-            if session not in answers:
-                session.problem = f"no answer within {timeout_s:g} s"
+        for session in self.all:
+            if session in answers or session.problem is not None:
+                continue
+            session.problem = (
+                "its session ended without an answer" if session.is_over else f"no answer within {timeout_s:g} s"
+            )
         return {session: answers[session] for session in self.all if session in answers}

@@ -25,6 +25,7 @@ _LEFT_OUT = frozenset({".git", ".venv", ".venv-clients", ".run", ".npu", "__pyca
 _LEFT_OUT_ENDS = ("_cache", ".egg-info", ".pyc")  # .mypy_cache and the like, and what an installation leaves
 _DIGEST_DIGITS = 16
 _PAGE = 4096  # room that files are given in
+_PART_BYTES = 1 << 20  # of a file that are read at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +60,10 @@ def tree_of(root: Path) -> Tree:
         paths, notes = _tracked(root)
     else:
         paths, notes = sorted(_walked(root)), ("not a git work tree: everything but environments and caches",)
-    strange = [path for path in paths if "\n" in path or "\\" in path]
+    strange = [path for path in paths if not _is_plain(path) or "\\" in path]
     if strange:
-        raise ConfigError(f"{root}: {strange[0]!r}: line breaks and backslashes in names of files are not distributed")
+        text = "line breaks, backslashes and what is not UTF-8 in names of files are not distributed"
+        raise ConfigError(f"{root}: {strange[0]!r}: {text}")
     if not paths:
         raise ConfigError(f"{root}: no files to distribute")
     return Tree(root=root, paths=tuple(paths), notes=notes)
@@ -75,9 +77,8 @@ def _tracked(root: Path) -> tuple[list[str], tuple[str, ...]]:
     strangers = _git(root, "ls-files", "-z", "--others", "--exclude-standard").split("\0")[:-1]
     notes = [f"git {head}" + (f" with {len(changed)} uncommitted changes" if changed else "")]
     if strangers:
-        notes.append(
-            f"{len(strangers)} files that git does not track stay here, such as {strangers[0]}; git add what is meant"
-        )
+        name = _shown(strangers[0])
+        notes.append(f"{len(strangers)} files that git does not track stay here, such as {name}; git add what is meant")
     return paths, tuple(notes)
 
 
@@ -120,13 +121,39 @@ def _is_file(path: Path) -> bool:
     return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
 
 
+def _is_plain(text: str) -> bool:
+    """Whether it is UTF-8 on one line."""
+    return "\n" not in text and _shown(text) == text
+
+
 def _line(root: Path, path: str) -> str:
     file = root / path
     try:
         mode = file.lstat().st_mode
         if stat.S_ISLNK(mode):
-            return f"L ./{path} -> {file.readlink()}"
-        total = hashlib.sha256(file.read_bytes()).hexdigest()
+            return f"L ./{path} -> {_target(file)}"
+        total = _total(file)
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
     return f"{'X' if mode & stat.S_IXUSR else 'F'} {total}  ./{path}"
+
+
+def _target(link: Path) -> str:
+    target = str(link.readlink())
+    if not _is_plain(target):
+        raise ConfigError(f"{link}: leads to {target!r}: line breaks and what is not UTF-8 are not distributed")
+    return target
+
+
+def _total(file: Path) -> str:
+    """SHA-256 of a file of any size."""
+    total = hashlib.sha256()
+    with file.open("rb") as data:
+        while part := data.read(_PART_BYTES):
+            total.update(part)
+    return total.hexdigest()
+
+
+def _shown(name: str) -> str:
+    """A name for people, whatever its bytes are."""
+    return os.fsencode(name).decode(errors="replace")

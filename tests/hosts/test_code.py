@@ -242,6 +242,42 @@ def test_without_hosts_python_each_release_makes_its_own_environment(
     assert capsys.readouterr().out.count("was there already") == 4
 
 
+def test_names_that_tools_could_misread_arrive(hosts: Hosts, root: Path, code: Distribute) -> None:
+    names = ["#note", ";note", "-rf", "*", " blank ", 'it\'s "$(x)"', "\N{CJK UNIFIED IDEOGRAPH-65E5} \t"]
+    for name in names:
+        (root / name).write_text(name, encoding="utf-8")
+    (root / "link ").symlink_to("run.sh ")
+    assert code() == 0
+    assert currents(hosts) == [release(root)] * 4
+    assert hosts.exec(2, f"cat {place(hosts)}/current/'#note' {place(hosts)}/current/';note'") == "#note;note"
+
+
+def start_up_file(hosts: Hosts, number: int, text: str) -> None:
+    """What a shell of that host reads first; "": nothing."""
+    hosts.write(number, hosts.disk / "start-up", text)
+    hosts.exec(number, f"umount ~/.bashrc && mount --bind {hosts.disk}/start-up ~/.bashrc")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("printf 'hello '", "is your shell clean"), ("exit 0", "ended with exit status 0: it said nothing")],
+)
+def test_start_up_files_that_speak_or_end_the_shell(
+    hosts: Hosts, root: Path, code: Distribute, capsys: pytest.CaptureFixture[str], text: str, reason: str
+) -> None:
+    if "bash" not in hosts.exec(1, "getent passwd root") or not Path("~/.bashrc").expanduser().exists():
+        pytest.skip("the shell here reads no start-up file that a host has for itself")
+    start_up_file(hosts, 1, text)
+    try:
+        assert code() == 1
+    finally:
+        start_up_file(hosts, 1, "")
+        hosts.exec(1, "umount ~/.bashrc; mount --bind /dev/null ~/.bashrc")
+    complaint = capsys.readouterr().err
+    assert f"{hosts.address(1)}: " in complaint and reason in complaint
+    assert currents(hosts) == ["none"] * 4
+
+
 def test_two_at_once_are_kept_apart(hosts: Hosts, root: Path, code: Distribute, capsys: pytest.CaptureFixture[str]) -> None:
     hosts.exec(2, f"mkdir -p {place(hosts)}/releases")
     hosts.exec(2, f"exec 9>{place(hosts)}/releases/.lock && flock -n 9 && setsid sleep 20 >/dev/null 2>&1 </dev/null &")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -88,3 +89,24 @@ def test_names_that_a_checksum_file_would_escape_are_refused(root: Path) -> None
         (root / file).unlink()
     with pytest.raises(ConfigError, match="no files"):
         tree_of(root)
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [(b"bad\xff.py", None), (b"link", b"a\nF 0  ./b"), (b"link", b"bad\xff"), (b"back\\slash", None)],
+)
+def test_what_a_manifest_cannot_hold_is_refused(root: Path, name: bytes, target: bytes | None) -> None:
+    place = root / os.fsdecode(name)
+    if target is None:
+        place.write_text("")
+    else:
+        place.symlink_to(os.fsdecode(target))
+    with pytest.raises(ConfigError, match="not distributed"):
+        _ = tree_of(root).manifest
+
+
+def test_what_stays_here_is_named_whatever_its_bytes_are(root: Path) -> None:
+    for command in (["init", "-q"], ["add", "."]):
+        subprocess.run(["git", "-C", str(root), *command], check=True)
+    (root / os.fsdecode(b"bad\xff.py")).write_text("")
+    assert "bad\N{REPLACEMENT CHARACTER}.py" in " ".join(tree_of(root).notes)

@@ -67,7 +67,7 @@ compare() {
 }
 
 listing() {
-  files -type l -print | while read -r link; do printf 'L %s -> %s\n' "$link" "$(readlink "$link")"; done
+  files -type l -print | while IFS= read -r link; do printf 'L %s -> %s\n' "$link" "$(readlink "$link")"; done
   files -type f -perm -0100 -print | sed 's/^/X /'
   files -type f ! -perm -0100 -print | sed 's/^/F /'
 }
@@ -141,6 +141,7 @@ cache() {
   cd -- "$1" && echo "folder=$(pwd)"
 }
 
+echo # what a start-up file of the shell has said ends here, should it not have ended its line
 (prepare) 2>&1 && exec 9>"$releases/.lock" && (hold) 2>&1 && work=$(mktemp -d)
 status=$?
 trap 'rm -rf -- "$work"' EXIT

@@ -40,6 +40,7 @@ facts() {
     exec "$python" -c "$script" "${ASCEND_TOOLKIT_HOME-}"' bash "$script" "$python" "$@"
 }
 
+echo # what a start-up file of the shell has said ends here, should it not have ended its line
 (find_python) && find_python
 status=$?
 echo "end=$status"
