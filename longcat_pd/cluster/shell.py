@@ -181,7 +181,9 @@ def reason_of(stderr: str, node: str, *, hosts: HostsConfig) -> str:
         if re.search(pattern, stderr):
             return text.format(port=hosts.port, seconds=f"{hosts.connect_timeout_s:g}", silent=ALIVE_S * ALIVE_COUNT)
     said = [line.strip() for line in stderr.splitlines() if line.strip()]
-    return f"ssh failed: {said[-1]}" if said else "ssh failed without a word"
+    if said:
+        return f"ssh failed: {said[-1]}"
+    return "ssh failed without a word: what it ran there was killed, or ssh itself here"
 
 
 _LINK_FAULTS = (

@@ -54,7 +54,7 @@ FAULTS = {
     "name": ("ssh: Could not resolve hostname x: Name or service not known\n", "its name cannot be resolved"),
     "closed": ("Connection to 10.0.0.2 closed by remote host.\n", "the connection was closed by the other side"),
     "else": ("command-line: line 0: Bad configuration option: x\n", "ssh failed: command-line: line 0: Bad configuration"),
-    "nothing": ("", "ssh failed without a word"),
+    "nothing": ("", "ssh failed without a word: what it ran there was killed"),
 }
 
 
