@@ -199,8 +199,9 @@ class Pool:
             instance.breaker.succeed()  # the failures were another process's
         instance.said = answer
         if answer.get("ready") is not True:
-            codes = [str(r.get("code")) for r in instance.reasons if isinstance(r, dict)]
-            self._put_out(instance, ",".join(codes))
+            own = answer.get("reasons")
+            codes = [str(r.get("code")) for r in own if isinstance(r, dict)] if isinstance(own, list) else []
+            self._put_out(instance, ",".join(codes) or "not ready")
         elif not instance.is_in:
             instance.is_in = True
             log.logger().info("instance_in", target=instance.name, incarnation=answer.get("incarnation"))

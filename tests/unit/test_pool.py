@@ -83,6 +83,17 @@ async def test_a_refused_connection_and_a_no_put_it_out_at_once() -> None:
     assert instance(rig, "p0").is_ready
 
 
+@pytest.mark.parametrize(
+    ("reasons", "told"), [([{"code": "rank_lost"}, {"code": "draining"}], "rank_lost,draining"), ("nonsense", "not ready")]
+)
+async def test_who_is_refused_is_told_why_from_the_first_no_on(reasons: object, told: str) -> None:
+    rig = await Rig.make()
+    rig.cluster.ready["d0"] = {**rig.cluster.ready["d0"], "ready": False, "reasons": reasons}
+    await rig.poll()
+    with pytest.raises(WorkerUnavailable, match=f"no_decode: d0 {told}"):
+        names(rig)
+
+
 @pytest.mark.parametrize("field", ["instance", "role", "config_digest"])
 async def test_another_name_role_or_digest_is_kept_out(field: str) -> None:
     rig = await Rig.make()
