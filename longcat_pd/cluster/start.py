@@ -19,16 +19,12 @@ from longcat_pd.cluster.machines import Cluster, cluster_of, running_cluster_of
 from longcat_pd.cluster.record import RunFolder
 from longcat_pd.cluster.sessions import Session, Sessions
 from longcat_pd.cluster.telling import EXIT_FAILED, EXIT_OK, complain, grouped, refuse_if_any, say
-from longcat_pd.config.checks import pools
 from longcat_pd.config.resolve import unresolved
-from longcat_pd.config.services import balancer_url, services
+from longcat_pd.config.services import balancer_url, services, start_limit_s
 from longcat_pd.errors import ConfigError
 
 DEFAULT_CHECKPOINT = Path(".run/models/tiny-2.0")
 CHECK_S = 120.0  # for a machine to say what stands against a start, once it is connected
-START_S = 300.0  # until everything is ready, if nothing has to be compiled
-COMPILE_S = 300.0  # more for each graph: half a minute on an idle core
-GRAPHS = 6  # that a compiled step has at most, where buckets are not told
 KEEP_S = 30.0  # for an agent to end once all is ready
 
 
@@ -55,7 +51,7 @@ def main(options: argparse.Namespace) -> int:
     _make_default_checkpoint(options.root, Path(unresolved(options.config, options.overrides).model.path))
     cluster = cluster_of(options)
     _refuse_what_runs_elsewhere(running_cluster_of(options), cluster)
-    timeout_s = _patience_s(cluster) if options.timeout_s is None else options.timeout_s
+    timeout_s = start_limit_s(cluster.config) if options.timeout_s is None else options.timeout_s
     with Sessions([(machine, cluster.agent("start"), cluster.job(machine)) for machine in cluster.machines]) as sessions:
         _refuse_what_cannot_work(cluster, sessions)
         cluster.memory.write(cluster.text)
@@ -124,12 +120,6 @@ def _refuse_what_cannot_work(cluster: Cluster, sessions: Sessions) -> None:
 
 def _answer_s(cluster: Cluster) -> float:
     return cluster.config.hosts.connect_timeout_s + CHECK_S
-
-
-def _patience_s(cluster: Cluster) -> float:
-    """How long a start may take: a rank compiles its graphs one after the other before it is ready."""
-    compiled = [pool for _, pool in pools(cluster.config) if pool.engine.exe_mode != "eager"]
-    return START_S + COMPILE_S * max((pool.num_graphs or GRAPHS for pool in compiled), default=0)
 
 
 def _wait_until_ready(cluster: Cluster, sessions: Sessions, *, timeout_s: float) -> None:

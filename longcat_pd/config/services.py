@@ -16,6 +16,10 @@ from longcat_pd.config.schema import ClusterConfig, InstanceConfig, PoolConfig, 
 
 BALANCER = "balancer"
 
+START_S = 300.0  # until everything is ready, if nothing has to be compiled
+COMPILE_S = 300.0  # more for each graph, which a start on a full machine may not be denied: half a minute on an idle core
+GRAPHS = 6  # that a compiled step has at most, where buckets are not told
+
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
@@ -62,6 +66,12 @@ def balancer_url(config: ClusterConfig) -> str:
     balancer = config.load_balancer
     host = balancer.node if balancer.host in ("0.0.0.0", "::") else balancer.host
     return f"http://{_in_url(host)}:{balancer.port}"
+
+
+def start_limit_s(config: ClusterConfig) -> float:
+    """How long a start may take: a rank compiles its graphs one after the other before it is ready."""
+    compiled = [pool for _, pool in pools(config) if pool.engine.exe_mode != "eager"]
+    return START_S + COMPILE_S * max((pool.num_graphs or GRAPHS for pool in compiled), default=0)
 
 
 def nodes_of(config: ClusterConfig) -> tuple[str, ...]:

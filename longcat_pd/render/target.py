@@ -9,15 +9,12 @@ from typing import Any
 
 from longcat_pd.config.checks import pools
 from longcat_pd.config.schema import ClusterConfig
-from longcat_pd.config.services import Service
+from longcat_pd.config.services import Service, start_limit_s
 from longcat_pd.render.command import Launch
 from longcat_pd.render.devices import POD_DEVICES, PodDevice
 from longcat_pd.render.names import Names
 
 Object = dict[str, Any]  # one object of Kubernetes, or a part of one, under its own field names
-
-START_S = 300.0  # until /health answers: imports, ports, greetings; weights are loaded after it does
-COMPILE_S = 300.0  # more for each graph, which a start on a full machine may not be denied
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +51,7 @@ class Target:
     @property
     def start_limit_s(self) -> int:
         """As patient as ``run_pd.sh`` is."""
-        return math.ceil(START_S + COMPILE_S * max(pool.num_graphs for _, pool in pools(self.config)))
+        return math.ceil(start_limit_s(self.config))
 
     def ranks_per_node(self, service: Service) -> int:
         """Ranks that a service of an instance runs."""

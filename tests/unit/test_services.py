@@ -12,7 +12,7 @@ import yaml
 from longcat_pd.cluster.__main__ import main as run_pd
 from longcat_pd.config.resolve import as_json, instance_spec, load, unresolved
 from longcat_pd.config.schema import RankSpec
-from longcat_pd.config.services import balancer_url, nodes_of, ports_of_node, services
+from longcat_pd.config.services import balancer_url, nodes_of, ports_of_node, services, start_limit_s
 from longcat_pd.errors import ConfigError
 from longcat_pd.tiny.configs import make_config
 
@@ -92,6 +92,13 @@ def test_the_nearest_environment_counts(cluster: Path) -> None:
     assert given["d0"] == given["d0.1"] == {"A": "all", "B": "mine", "C": "all"}
     assert given["p0"] == {"A": "pool", "B": "pool", "C": "all"}
     assert given["balancer"] == {"A": "all", "C": "all"}
+
+
+def test_a_start_has_time_to_compile(cluster: Path) -> None:
+    compiled = ["decode.engine.exe_mode=inductor", "decode.engine.buckets=[1, 64]"]
+    assert start_limit_s(load(cluster)) == 300.0
+    assert start_limit_s(load(cluster, compiled)) == 900.0
+    assert start_limit_s(unresolved(cluster, compiled[:1])) == 2100.0, "buckets follow from the checkpoint"
 
 
 def test_ranks_of_a_node_are_neighbours(cluster: Path) -> None:
