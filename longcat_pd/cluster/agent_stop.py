@@ -72,9 +72,9 @@ def _end_group(members: Sequence[Process], order: Order, *, orders: Orders) -> O
         send(process, signal.SIGTERM)
     alive = [process for process in members if process.is_alive]
     while alive and (left := deadline - time.monotonic()) > 0:
-        wait_for_news(alive, fd=orders.fd, timeout_s=left)
-        if (following := orders.next(0.0)) is not None:
+        if (following := orders.next(0.0)) is not None:  # it may have come with the one before
             return following
+        wait_for_news(alive, fd=orders.fd, timeout_s=left)
         alive = [process for process in alive if process.is_alive]
     return None
 

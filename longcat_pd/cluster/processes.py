@@ -1,12 +1,14 @@
 """Processes that this product began: started, recognised later, waited for and ended, by identity and never by name.
 
-A process is its id and its start time, since ids are used again; each leads a session of its own, so that whatever it
-started can be found after its death. Knows nothing of roles or configuration. Linux: /proc and process descriptors.
+A process is its id and its start time, since ids are used again, in one life of the machine; each leads a session of its
+own, so that whatever it started can be found after its death. Knows nothing of roles or configuration. Linux: /proc and
+process descriptors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import select
 import signal
@@ -19,19 +21,29 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """One process that ``Children`` started. ``started``: clock ticks after boot. ``ready_url`` is asked by status."""
+    """One process that ``Children`` started. ``started``: clock ticks after boot. ``ready_url`` is asked by status.
+
+    ``life``: of the machine (``life``), outside of which id and start time mean nothing.
+    """
 
     name: str
     pid: int
     started: int
+    life: str
     log: str
     ready_url: str
 
     @property
     def is_alive(self) -> bool:
         """Whether this very process runs; one that has ended and was not yet reaped does not."""
-        found = _look(self.pid)
-        return found is not None and found.started == self.started and found.state not in "ZX"
+        found = _look_at(self)
+        return found is not None and found.state not in "ZX"
+
+
+def life() -> str:
+    """Of this machine: from its boot, or as a container from its start; another life gives the same ids to others."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,7 @@ class Children:
             )
         found = _look(handle.pid)
         assert found is not None, "a child that was not waited for is in /proc, dead or alive"
-        process = Process(name=name, pid=handle.pid, started=found.started, log=str(log), ready_url=ready_url)
+        process = Process(name=name, pid=handle.pid, started=found.started, life=life(), log=str(log), ready_url=ready_url)
         self._handles[process] = handle
         return process
 
@@ -137,14 +149,15 @@ def kill_sessions(processes: Sequence[Process], *, grace_s: float = 0.0) -> list
 
 def _members(processes: Sequence[Process]) -> Iterator[Process]:
     """Live processes in the sessions of ``processes``. A session whose leader's id was given to another is not ours."""
-    leaders = {process.pid: process for process in processes}
+    this_life = life()
+    leaders = {process.pid: process for process in processes if process.life == this_life}
     foreign = {pid for pid, ours in leaders.items() if (now := _look(pid)) is not None and now.started != ours.started}
     for entry in Path("/proc").iterdir():
         found = _look(int(entry.name)) if entry.name.isdigit() else None
         if found is None or found.state in "ZX" or found.session not in leaders or found.session in foreign:
             continue
         leader = leaders[found.session]
-        yield Process(name=leader.name, pid=found.pid, started=found.started, log=leader.log, ready_url=leader.ready_url)
+        yield dataclasses.replace(leader, pid=found.pid, started=found.started)
 
 
 def _descriptor(process: Process, stack: contextlib.ExitStack) -> int | None:
@@ -157,8 +170,13 @@ def _descriptor(process: Process, stack: contextlib.ExitStack) -> int | None:
     except ProcessLookupError:
         return None
     stack.callback(os.close, fd)
+    return fd if _look_at(process) is not None else None
+
+
+def _look_at(process: Process) -> _Look | None:
+    """None if it is gone, whoever has its id now."""
     found = _look(process.pid)
-    return fd if found is not None and found.started == process.started else None
+    return found if found is not None and found.started == process.started and process.life == life() else None
 
 
 def _look(pid: int) -> _Look | None:

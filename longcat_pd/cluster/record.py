@@ -6,12 +6,13 @@ services read it, and the logs. Starts and ends nothing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,14 +48,15 @@ class RunFolder:
         self.config = path / "cluster.yaml"
         self._file = path / "state.json"
 
-    @contextmanager
+    @contextlib.contextmanager
     def one_at_a_time(self) -> Iterator[None]:
         """Keep other verbs that change something out. Raises ConfigError at once if one is at work."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / "lock").open("w")
         except OSError as error:
-            raise ConfigError(f"{self.path}: the run folder cannot be made: {error.strerror}") from error
-        with (self.path / "lock").open("w") as lock:
+            raise ConfigError(f"{self.path}: the run folder cannot be made or written to: {error.strerror}") from error
+        with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -62,24 +64,35 @@ class RunFolder:
             yield
 
     def read(self) -> State | None:
-        """What was recorded; None: nothing is running."""
-        if not self._file.is_file():
+        """What was recorded; None: nothing is running. Raises ConfigError for a record that is damaged, or foreign."""
+        try:
+            data = json.loads(self._file.read_text(encoding="utf-8"))
+            ports = tuple(PortUse(*use) for use in data.pop("ports"))
+            processes = tuple(Process(**process) for process in data.pop("processes"))
+            return State(**data, ports=ports, processes=processes)
+        except FileNotFoundError:
             return None
-        data = json.loads(self._file.read_text(encoding="utf-8"))
-        ports = tuple(PortUse(*use) for use in data.pop("ports"))
-        processes = tuple(Process(**process) for process in data.pop("processes"))
-        return State(**data, ports=ports, processes=processes)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            text = "is damaged, or of another version: end by hand what it names, then remove it"
+            raise ConfigError(f"{self._file}: the record of what runs {text} ({error})") from error
 
     def write(self, state: State) -> None:
-        """Record it, whole or not at all."""
+        """Record it, whole or not at all, whatever becomes of the machine."""
         new = self._file.with_suffix(".new")
-        new.write_text(json.dumps(dataclasses.asdict(state), indent=1), encoding="utf-8")
+        with new.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(dataclasses.asdict(state), indent=1))
+            file.flush()
+            os.fsync(file.fileno())
         new.replace(self._file)
 
     def others(self) -> list[State]:
-        """The other clusters of the same root that have processes alive."""
-        folders = (RunFolder(file.parent) for file in sorted(self.path.parent.glob("*/state.json")) if file != self._file)
-        return [state for folder in folders if (state := folder.read()) is not None and state.alive]
+        """The other clusters of the same root that have processes alive, as far as their records can be read."""
+        found = []
+        for file in sorted(self.path.parent.glob("*/state.json")):
+            with contextlib.suppress(ConfigError):
+                state = RunFolder(file.parent).read() if file != self._file else None
+                found += [state] if state is not None and state.alive else []
+        return found
 
     def clear(self) -> None:
         """Nothing is running any more."""

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from longcat_pd.cluster.processes import Children, Process, kill_sessions, send, wait_for_end
-from longcat_pd.cluster.record import RunFolder
+from longcat_pd.cluster import agent_stop
+from longcat_pd.cluster.jobs import Event, Job, Order, Orders, as_line
+from longcat_pd.cluster.processes import Children, Process, kill_sessions, life, send, wait_for_end
+from longcat_pd.cluster.record import RunFolder, State
+from longcat_pd.errors import ConfigError
 from tests.unit.test_resolve import CHECKPOINT
 
 # Answers /ready, starts a child that outlives it, ends on SIGTERM.
@@ -210,7 +215,7 @@ def test_stop_waits_no_longer_than_told_and_kills(run: Runner) -> None:
 def test_a_foreign_process_under_a_recorded_id_is_left_alone(tmp_path: Path) -> None:
     stranger = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
-        mistaken = Process(name="p0", pid=stranger.pid, started=1, log="", ready_url="")
+        mistaken = Process(name="p0", pid=stranger.pid, started=1, life=life(), log="", ready_url="")
         assert not mistaken.is_alive
         send(mistaken, signal.SIGKILL)
         assert kill_sessions([mistaken]) == []
@@ -218,6 +223,62 @@ def test_a_foreign_process_under_a_recorded_id_is_left_alone(tmp_path: Path) -> 
     finally:
         stranger.kill()
         stranger.wait()
+
+
+def test_what_a_machine_does_now_has_nothing_to_do_with_a_life_before(tmp_path: Path) -> None:
+    """After a boot a daemon may be in a session that has the number of a service that ran before."""
+    children = Children()
+    leader = children.launch("x", ["sh", "-c", "sleep 600 & sleep 0.1"], log=tmp_path / "x.log", ready_url="")
+    assert wait_for_end([leader], timeout_s=20.0, all_of_them=True)
+    assert leader.pid in sessions(), "its child is left"
+    before = dataclasses.replace(leader, life="another boot")
+    running = children.launch("y", ["sleep", "600"], log=tmp_path / "y.log", ready_url="")
+    assert running.is_alive and not dataclasses.replace(running, life="another boot").is_alive
+    assert kill_sessions([before, dataclasses.replace(running, life="another boot")]) == []
+    assert leader.pid in sessions() and running.is_alive
+    assert len(kill_sessions([leader, running])) == 2
+    assert [children.exit_status(process) for process in (leader, running)] == [0, 128 + signal.SIGKILL]
+
+
+def test_a_record_that_was_cut_off_is_told_and_hinders_no_other_cluster(run: Runner) -> None:
+    other = RunFolder(run.folder.path.parent / "other")
+    with other.one_at_a_time():
+        (other.path / "state.json").write_text('{"config": "/x.yaml", "proc')
+    assert run("start") == 0, run.err
+    assert run("status") == 0
+    with pytest.raises(ConfigError, match="the record of what runs is damaged"):
+        other.read()
+    record = run.folder.path / "state.json"
+    whole = record.read_text()
+    record.write_text("")
+    assert run("start") == 2 and run("stop") == 2
+    assert f"error: {record}: the record of what runs is damaged" in run.err
+    record.write_text(whole)
+    run("stop")
+    assert run.folder.read() is None
+
+
+def test_orders_that_come_together_are_all_heard(tmp_path: Path) -> None:
+    """Who is interrupted while services drain says so at once."""
+    children, folder = Children(), RunFolder(tmp_path / "run" / "c")
+    code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
+    drains = children.launch("d0", [sys.executable, "-c", code], log=tmp_path / "d0.log", ready_url="http://127.0.0.1:1")
+    deadline = time.monotonic() + 20.0
+    while "up" not in (tmp_path / "d0.log").read_text():
+        assert time.monotonic() < deadline
+    with folder.one_at_a_time():
+        folder.write(State(config="c", url="", drain_s=60.0, ports=(), processes=(drains,)))
+    job = Job(config="c", text="", folder=str(folder.path), logs="", url="", nodes=(), services=(), ports=())
+    read, write = os.pipe()
+    os.write(write, as_line(Order(verb="end", group="driver", within_s=60.0)) + as_line(Order(verb="finish")))
+    said: list[Event] = []
+    began = time.monotonic()
+    agent_stop.stop(job, Orders(read), said.append)
+    assert time.monotonic() - began < 20.0
+    assert said[-1].stopped is not None and said[-1].stopped.late == ("d0",)
+    assert children.exit_status(drains) == 128 + signal.SIGKILL
+    os.close(read)
+    os.close(write)
 
 
 def test_ends_are_noticed_and_statuses_told(tmp_path: Path) -> None:
