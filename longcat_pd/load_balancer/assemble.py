@@ -10,7 +10,6 @@ import json
 import secrets
 import time
 from dataclasses import asdict
-from importlib import metadata
 
 from longcat_pd.clock import MonotonicClock
 from longcat_pd.config.checks import pools
@@ -44,7 +43,6 @@ def build(cluster: ClusterConfig) -> Face:
     """The parts of the balancer of this cluster. Reads the key files. Raises ConfigError."""
     settings = cluster.load_balancer
     metrics = Metrics(role=NAME, instance=NAME)
-    metrics.build_info(version=metadata.version("longcat-pd"), model_digest="", wire_version="")
     clock = MonotonicClock()
     workers = Workers(clock, key=first_key(cluster.cluster_key_file) if cluster.cluster_key_file else None)
     pool = Pool(targets_of(cluster), ask=workers.ask_ready, clock=clock, metrics=metrics)
@@ -57,5 +55,6 @@ def build(cluster: ClusterConfig) -> Face:
         incarnation=secrets.token_hex(8),
         config_digest=hashlib.sha256(json.dumps(asdict(settings), sort_keys=True).encode()).hexdigest()[:16],
     )
+    metrics.build_info(version=served.version, model_digest="", wire_version="")
     means = Means(pool=pool, workers=workers, clock=clock, metrics=metrics)
     return Face.of(means, settings, keys=Keys.load(settings), served=served)

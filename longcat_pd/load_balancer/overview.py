@@ -10,7 +10,6 @@ import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 from longcat_pd.clock import PROBE_FRESH_S, PROBE_TIMEOUT_S
@@ -20,6 +19,7 @@ from longcat_pd.load_balancer.pool import Instance
 from longcat_pd.load_balancer.proxy import Progress, Proxy
 from longcat_pd.server.gate import Gate
 from longcat_pd.server.openai import COMPLETIONS_ROUTE
+from longcat_pd.version import VERSION
 
 ANSWER_S = 4.0  # how long an instance may take for its accounts; it asks its own ranks for up to 2 s
 _INFO_KEYS = ("instance", "tokenizer_path", "parallel", "internal_states")
@@ -39,6 +39,7 @@ class Served:
     instance: str
     incarnation: str
     config_digest: str
+    version: str = VERSION
 
 
 class Overview:
@@ -103,7 +104,7 @@ class Overview:
             shared = {key: info.get(key) for key in _SHARED_KEYS}
         states = [state for entry in sides["decode"] for state in entry["internal_states"] or []]
         return {
-            "version": metadata.version("longcat-pd"),
+            "version": self._served.version,
             "role": "load_balancer",
             "model_path": self._served.path,
             "tokenizer_path": self._served.path,

@@ -6,7 +6,6 @@ Owns the shapes of those answers, for the service's figures and for what only th
 from __future__ import annotations
 
 import time
-from importlib import metadata
 from typing import Any
 
 from longcat_pd.errors import WorkerUnavailable
@@ -14,6 +13,7 @@ from longcat_pd.metrics import Metrics
 from longcat_pd.server.gate import Gate
 from longcat_pd.server.sampling_defaults import SamplingDefaults
 from longcat_pd.server.service import Service
+from longcat_pd.version import VERSION
 
 
 class About:
@@ -57,7 +57,7 @@ class About:
         """``/server_info``; the service adds ``parallel``, ``memory`` and ``internal_states``."""
         model = self._service.model
         return {
-            "version": metadata.version("longcat-pd"),
+            "version": VERSION,
             "role": self._service.role,
             "instance": self._service.name,
             **self._paths(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from importlib import metadata
 from pathlib import Path
 
 from longcat_pd.config.model import ModelConfig
@@ -12,6 +11,7 @@ from longcat_pd.config.schema import InstanceSpec
 from longcat_pd.kv_transfer.hello import Identity, make_hello
 from longcat_pd.kv_transfer.messages import Hello
 from longcat_pd.models.checkpoint import checkpoint_digest
+from longcat_pd.version import VERSION
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -21,7 +21,7 @@ def own_hello(spec: InstanceSpec, model: ModelConfig) -> Hello:
     folder = Path(spec.model.path)
     identity = Identity(
         incarnation=secrets.token_hex(8),
-        code_version=metadata.version("longcat-pd"),
+        code_version=VERSION,
         model_digest=checkpoint_digest(folder, has_weights=spec.model.weights == "checkpoint"),
         tokenizer_digest=_files_digest(folder),
     )

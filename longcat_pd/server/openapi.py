@@ -6,7 +6,6 @@ files there is no security, without an admin key no admin route.
 
 from __future__ import annotations
 
-from importlib import metadata
 from typing import Any
 
 from longcat_pd.errors import Overloaded, TooManyRequests, WorkerUnavailable
@@ -14,6 +13,7 @@ from longcat_pd.server import openapi_answers, openapi_bodies, openapi_examples,
 from longcat_pd.server.openai import CHAT_ROUTE, COMPLETIONS_ROUTE
 from longcat_pd.server.openapi_answers import STATUSES
 from longcat_pd.server.openapi_bodies import Schema, ref
+from longcat_pd.version import VERSION
 
 PATH = "/openapi.json"
 _JSON = "application/json"
@@ -236,7 +236,7 @@ def document(*, has_keys: bool, has_admin_keys: bool) -> dict[str, Any]:
     schemes = {"clientKey": has_keys, "adminKey": has_admin_keys}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "longcat-pd", "version": metadata.version("longcat-pd"), "description": _ABOUT},
+        "info": {"title": "longcat-pd", "version": VERSION, "description": _ABOUT},
         "paths": {
             **{path: {"post": one} for path, one in posts.items()},
             **{path: {"get": one} for path, one in gets.items()},
