@@ -73,7 +73,9 @@ def health(loop: StepLoop) -> Health:
         lost = next((s.rank for s in states if s.state == "lost"), None)
         reasons.append({"code": code, "detail": failure.message, "rank": lost})
     elif not loop.is_running:
-        reasons.append({"code": "starting", "detail": "the ranks are not ready yet", "rank": None})
+        absent = ", ".join(dict.fromkeys(state.waits_for for state in states if state.waits_for))
+        detail = f"waits for {absent}" if absent else "the ranks are not ready yet"
+        reasons.append({"code": "starting", "detail": detail, "rank": None})
     for state in states:
         if state.state == "silent":
             detail = f"no heartbeat for {state.silent_s:.1f} s"

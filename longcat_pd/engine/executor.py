@@ -8,7 +8,7 @@ torch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -77,6 +77,10 @@ class RankProcesses(Protocol):
 
     def loss(self) -> RankLost | None:
         """What would explain that ranks fail now, as far as it can be seen without waiting."""
+        ...
+
+    def absent(self) -> Mapping[int, str]:
+        """Ranks that cannot be started because their machine has not come, with what people call it."""
         ...
 
     def dump_stacks(self) -> None:
@@ -180,7 +184,7 @@ class ProcessExecutor:
 
     def rank_states(self) -> tuple[RankState, ...]:
         """By rank; never waits."""
-        return self._roster.states(self._clock.now(), self._overdue_step)
+        return self._roster.states(self._clock.now(), self._overdue_step, absent=self._processes.absent())
 
     async def close(self) -> None:
         """Tell the ranks, wait for them, end them; then the sockets."""

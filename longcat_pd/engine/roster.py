@@ -5,7 +5,7 @@ Judges only; whoever owns the sockets and the processes (``executor.py``) feeds 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,13 +20,14 @@ STATUS_CONFIG = 2  # of a rank process that refuses its configuration or checkpo
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What is known of a rank without asking it."""
+    """What is known of a rank without asking it. ``waits_for``: the machine that has to come before it can be started."""
 
     rank: int
     state: Literal["ok", "silent", "lost"]
     silent_s: float
     overdue_step: int | None
     accounts: RankAccounts
+    waits_for: str = ""
 
 
 @dataclass
@@ -67,8 +68,8 @@ class Roster:
         """Ranks that have not loaded yet what they compute with."""
         return [rank.number for rank in self.ranks if rank.ready is None]
 
-    def states(self, now: float, overdue_step: int | None) -> tuple[RankState, ...]:
-        """By rank."""
+    def states(self, now: float, overdue_step: int | None, *, absent: Mapping[int, str]) -> tuple[RankState, ...]:
+        """By rank. ``absent``: those whose machine is waited for, and its name."""
         return tuple(
             RankState(
                 rank.number,
@@ -76,6 +77,7 @@ class Roster:
                 now - rank.heard_at,
                 overdue_step,
                 rank.accounts,
+                absent.get(rank.number, ""),
             )
             for rank in self.ranks
         )

@@ -1,7 +1,7 @@
 """A process on a further node of an instance: it starts the ranks of its node when the driver says so, and ends with them.
 
-Owns the judgement of a driver that is not there, and of signals: the driver drains before it stops anybody, and where every
-process of an instance is signalled at once, ranks have to outlast that. Knows no plans and no requests.
+Owns the judgement of a driver that is not there, and of signals: the driver is asked to drain before it stops anybody, and
+where every process of an instance is signalled at once, ranks have to outlast that. Knows no plans and no requests.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from longcat_pd.server.node_records import (
     FROM_NODE,
     STOP_MARGIN_S,
     DumpStacks,
+    EndWanted,
     FromDriver,
     FromNode,
     NodeBeat,
@@ -150,12 +151,13 @@ class FurtherNode:
                 return _End(STATUS_FAULT, f"{self._driver} has been silent for {silent_s:.0f} s")
 
     async def _signalled(self) -> _End:
-        """The first signal leaves ranks that work to the driver, the second does not."""
+        """The first signal leaves ranks that work to the driver, which is told of it; the second does not."""
         await self._signals.first.wait()
         if self._ranks is None:
             return _End(STATUS_OK, "told to end before its ranks had begun")
         limit_s = self._spec.engine.drain_timeout_s + STOP_MARGIN_S
         log.logger().info("waits_for_the_driver", instance=self._spec.name, node=self._hello.node, limit_s=limit_s)
+        self._say(EndWanted())
         try:
             await self._clock.within(limit_s, self._signals.second.wait())
         except TimeoutError:

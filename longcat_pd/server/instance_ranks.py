@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from longcat_pd.clock import Clock
 from longcat_pd.config.schema import InstanceSpec, RankSpec
@@ -14,10 +14,13 @@ from longcat_pd.server.nodes import SeveralNodes
 from longcat_pd.wire import AsyncSocket, to_json
 
 
-def processes_of(ranks: Sequence[RankSpec], entry: str, *, hello: Hello, clock: Clock) -> RankProcesses:
+def processes_of(
+    ranks: Sequence[RankSpec], entry: str, *, hello: Hello, on_end: Callable[[], None], clock: Clock
+) -> RankProcesses:
     """Those of all ``ranks``; nothing is started. Raises ConfigError if this machine has not the driver's address.
 
     ``entry``: module:function. ``hello``: what the instance says of itself, and what further nodes have to say.
+    ``on_end``: called when a further node was told to end.
     """
     spec = ranks[0].instance
     own = ForkedRanks(
@@ -34,6 +37,7 @@ def processes_of(ranks: Sequence[RankSpec], entry: str, *, hello: Hello, clock: 
         own=own,
         incarnation=hello.incarnation,
         listen=lambda: _listen(spec),
+        on_end=on_end,
         clock=clock,
     )
 

@@ -107,6 +107,10 @@ class ForkedRanks:
         """The end of each process is told."""
         return None
 
+    def absent(self) -> Mapping[int, str]:
+        """This machine is there."""
+        return {}
+
     def dump_stacks(self) -> None:
         """Have every living rank write the stacks of its threads to standard error, which is the instance's log."""
         for rank, process in enumerate(self._processes, self._first):

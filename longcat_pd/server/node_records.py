@@ -69,6 +69,11 @@ class RankExited:
     status: int
 
 
+@dataclass(frozen=True, slots=True)
+class EndWanted:
+    """The node was told to end, and asks the driver to drain."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeLeft:
     """The last of a node: its ranks have ended. ``reason``: why, unless it was told to."""
@@ -108,10 +113,10 @@ class Rejected:
     reason: str
 
 
-FromNode = NodeHello | NodeRefusal | NodeBeat | RankExited | NodeLeft
+FromNode = NodeHello | NodeRefusal | NodeBeat | RankExited | EndWanted | NodeLeft
 FromDriver = DriverBeat | StartRanks | DumpStacks | StopRanks | Rejected
 
-FROM_NODE = Codec[FromNode](NodeHello, NodeRefusal, NodeBeat, RankExited, NodeLeft)
+FROM_NODE = Codec[FromNode](NodeHello, NodeRefusal, NodeBeat, RankExited, EndWanted, NodeLeft)
 FROM_DRIVER = Codec[FromDriver](DriverBeat, StartRanks, DumpStacks, StopRanks, Rejected)
 
 

@@ -7,7 +7,7 @@ is told. Ranks begin when all nodes are there, because they meet each other with
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Protocol
 
 from longcat_pd import log
@@ -22,6 +22,7 @@ from longcat_pd.server.node_records import (
     NODES_COME_S,
     DriverBeat,
     DumpStacks,
+    EndWanted,
     FromDriver,
     FromNode,
     NodeHello,
@@ -57,6 +58,7 @@ class SeveralNodes:
         own: the ranks of this node.
         incarnation: of this life of the instance.
         listen: the socket (a ROUTER) that nodes dial; raises OSError.
+        on_end: called when a node was told to end, so that the instance drains.
     """
 
     def __init__(
@@ -67,23 +69,24 @@ class SeveralNodes:
         own: OwnRanks,
         incarnation: str,
         listen: Callable[[], Socket],
+        on_end: Callable[[], None],
         clock: Clock,
     ) -> None:
         self._spec = spec
         self._own = own
         self._incarnation = incarnation
         self._listen = listen
+        self._on_end = on_end
         self._clock = clock
         self._roster = NodeRoster(spec, ours, clock.now())
         self._socket: Socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._all_here = asyncio.Event()
         self._refusal: LongcatError | None = None  # why the ranks will not begin
-        self._all_left = asyncio.Event()
+        self._all_left: asyncio.Event | None = None  # once it is stopping
         self._on_exit: OnExit | None = None
         self._on_loss: OnFailure | None = None
         self._status = STATUS_OK  # that the nodes end with
-        self._is_stopping = False
 
     async def start(self, on_exit: OnExit, on_loss: OnFailure) -> None:
         """Wait for all nodes, then start the ranks of all.
@@ -114,6 +117,12 @@ class SeveralNodes:
         self._beat()
         return self._roster.unreachable()
 
+    def absent(self) -> Mapping[int, str]:
+        """Ranks of nodes that have not come, with their nodes."""
+        each = self._spec.ranks_per_node
+        absent = () if self._roster.has_begun else self._roster.absent()
+        return {rank: e.title for e in absent for rank in range(e.number * each, (e.number + 1) * each)}
+
     def dump_stacks(self) -> None:
         """Of all ranks, each in the log of its node. Only faults ask for it."""
         self._status = STATUS_FAULT
@@ -123,7 +132,7 @@ class SeveralNodes:
 
     async def stop(self, grace_s: float) -> None:
         """All nodes at once; one that does not say that its ranks have ended is left behind: it misses the driver soon."""
-        self._is_stopping = True
+        self._all_left = asyncio.Event()
         for entry in self._roster.present():
             self._send(entry, StopRanks(grace_s=grace_s, status=self._status))
         self._see_who_is_here()
@@ -158,7 +167,7 @@ class SeveralNodes:
             self._all_here.set()
         else:  # one has gone again
             self._all_here.clear()
-        if self._is_stopping and not self._roster.present():
+        if self._all_left is not None and not self._roster.present():
             self._all_left.set()
 
     def _lose(self, error: LongcatError) -> None:
@@ -166,7 +175,7 @@ class SeveralNodes:
         if not self._roster.has_begun:
             self._refusal = self._refusal or error
             self._see_who_is_here()
-        elif not self._is_stopping and self._on_loss is not None:
+        elif self._all_left is None and self._on_loss is not None:
             self._on_loss(error)
 
     # -- listening -------------------------------------------------------------------------------------------------
@@ -195,6 +204,9 @@ class SeveralNodes:
             entry.heard_at = now
             if isinstance(record, RankExited):
                 self._exited(entry, record)
+            elif isinstance(record, EndWanted):
+                log.logger().info("node_wants_end", node=entry.number)
+                self._on_end()
             elif isinstance(record, NodeLeft):
                 entry.identity = None
                 if record.reason:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,13 +20,14 @@ from longcat_pd.wire import WIRE_VERSION
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What a role builds its service from."""
+    """What a role builds its service from. ``told_to_end``: by one of its machines, so that the instance drains."""
 
     spec: InstanceSpec
     hello: Hello
     engine: Engine
     clock: Clock
     metrics: Metrics
+    told_to_end: asyncio.Event
 
 
 def make_parts(
@@ -40,7 +42,8 @@ def make_parts(
     metrics = Metrics(role=spec.role, instance=spec.name)
     metrics.build_info(version=hello.code_version, model_digest=hello.model_digest, wire_version=str(WIRE_VERSION))
     ranks = rank_specs(spec, hello.incarnation)
-    processes = processes_of(ranks, rank_entry, hello=hello, clock=clock)
+    told_to_end = asyncio.Event()
+    processes = processes_of(ranks, rank_entry, hello=hello, on_end=told_to_end.set, clock=clock)
     executor: Executor = ProcessExecutor(ranks, processes, config=spec.engine, clock=clock)
     engine = Engine(
         spec.engine,
@@ -50,4 +53,4 @@ def make_parts(
         clock=clock,
         metrics=metrics,
     )
-    return Parts(spec=spec, hello=hello, engine=engine, clock=clock, metrics=metrics)
+    return Parts(spec=spec, hello=hello, engine=engine, clock=clock, metrics=metrics, told_to_end=told_to_end)

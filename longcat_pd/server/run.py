@@ -61,9 +61,19 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def serve_app(
-    app: Any, listener: socket.socket, instance: Instance, *, gate: Gate, drain_timeout_s: float, clock: Clock
+    app: Any,
+    listener: socket.socket,
+    instance: Instance,
+    *,
+    gate: Gate,
+    drain_timeout_s: float,
+    clock: Clock,
+    told_to_end: asyncio.Event | None = None,
 ) -> int:
-    """Serve until a signal or a fault; the exit status of the process."""
+    """Serve until a signal or a fault; the exit status of the process.
+
+    ``told_to_end``: drains too, but is no signal: it may come beside the first, and ends in STATUS_FAULT.
+    """
     config = uvicorn.Config(
         app,
         http="httptools",
@@ -77,7 +87,10 @@ async def serve_app(
     with Signals() as signals:
         face = _Face(config)
         serving = asyncio.get_running_loop().create_task(face.serve(sockets=[listener]))
-        life = _Life(instance, gate, serving, signals=signals, drain_timeout_s=drain_timeout_s, clock=clock)
+        told = told_to_end or asyncio.Event()
+        life = _Life(
+            instance, gate, serving, signals=signals, told_to_end=told, drain_timeout_s=drain_timeout_s, clock=clock
+        )
         status = await life.run()
         face.should_exit = True
         await serving
@@ -120,6 +133,7 @@ class _Life:
         serving: asyncio.Task[None],
         *,
         signals: Signals,
+        told_to_end: asyncio.Event,
         drain_timeout_s: float,
         clock: Clock,
     ) -> None:
@@ -127,6 +141,7 @@ class _Life:
         self._serving = serving
         self._gate = gate
         self._signals = signals
+        self._told_to_end = told_to_end
         self._drain_timeout_s = drain_timeout_s
         self._clock = clock
         self._reason: LongcatError = WorkerUnavailable("the server ended before the answer was complete", code="draining")
@@ -135,8 +150,8 @@ class _Life:
         """Start, serve, end; the exit status. Whatever happens, the instance is closed."""
         began = self._clock.now()
         try:
-            started = await _first(self._instance.start(), self._signals.first.wait())
-            status = await self._serve(began) if started == 0 else STATUS_OK
+            started = await _first(self._instance.start(), self._told())
+            status = await self._serve(began) if started == 0 else self._ended_as_told(STATUS_OK)
         except ConfigError as error:
             status = refuse(error)
         except LongcatError as error:
@@ -149,6 +164,9 @@ class _Life:
         await _first(self._gate.empty(), self._clock.sleep(LAST_BYTES_S))
         return status
 
+    async def _told(self) -> None:
+        await _first(self._signals.first.wait(), self._told_to_end.wait())
+
     async def _failed(self) -> None:
         try:
             await self._instance.failed()
@@ -158,7 +176,7 @@ class _Life:
     async def _serve(self, began: float) -> int:
         logger().info("ready", seconds=self._clock.now() - began)
         logger().info(READY)
-        ended = await _first(self._failed(), _end_of(self._serving), self._signals.first.wait())
+        ended = await _first(self._failed(), _end_of(self._serving), self._told())
         return await self._drain() if ended == 2 else STATUS_FAULT
 
     async def _drain(self) -> int:
@@ -175,7 +193,11 @@ class _Life:
         logger().info("drain_finished", open=num_open, cut=num_cut, seconds=self._clock.now() - began)
         if ended == 0:
             return STATUS_FAULT
-        return STATUS_CUT if num_cut else STATUS_OK
+        return self._ended_as_told(STATUS_CUT if num_cut else STATUS_OK)
+
+    def _ended_as_told(self, status: int) -> int:
+        """Without a signal of its own a process was not meant to end, and whoever watches over it starts it again."""
+        return status if self._signals.first.is_set() else STATUS_FAULT
 
 
 def refuse(error: ConfigError) -> int:

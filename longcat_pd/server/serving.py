@@ -34,4 +34,5 @@ async def serve(role: WorkerRole, spec: InstanceSpec, front: LoadBalancerConfig,
         gate=gate,
         drain_timeout_s=spec.engine.drain_timeout_s,
         clock=clock,
+        told_to_end=parts.told_to_end,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -116,6 +116,9 @@ class Processes:
 
     def loss(self) -> RankLost | None:
         return self.lost
+
+    def absent(self) -> Mapping[int, str]:
+        return {}
 
     def dump_stacks(self) -> None:
         self.calls.append("dump_stacks")

@@ -63,6 +63,7 @@ class Pencil:
     accepted: int = 0  # drafts of each window that stand
     durations_ms: dict[int, tuple[float, float]] = field(default_factory=dict)  # by rank: waited, computed
     prompts: dict[str, list[int]] = field(default_factory=dict)  # by transfer: what arrives, where a test says so
+    absent: dict[int, str] = field(default_factory=dict)  # by rank: the machine that has not come
     is_started: bool = False
     is_closed: bool = False
     _on_closed: OnClosed = lambda event: None
@@ -90,7 +91,7 @@ class Pencil:
 
     def rank_states(self) -> tuple[RankState, ...]:
         return tuple(
-            RankState(r, "silent" if r in self.silent else "ok", 0.0, None, self.accounts(r))
+            RankState(r, "silent" if r in self.silent else "ok", 0.0, None, self.accounts(r), self.absent.get(r, ""))
             for r in range(self.parallel.world_size)
         )
 

@@ -16,10 +16,13 @@ import pytest
 
 from longcat_pd import log
 from longcat_pd.config.schema import ParallelConfig
+from longcat_pd.engine.driver import Engine
 from longcat_pd.engine.request import FinishReason, Request, TokenOutput
 from longcat_pd.errors import DeadlineExceeded, EngineFault, InvalidRequest, Overloaded, RankLost, WorkerUnavailable
-from tests.manual_clock import settle
-from tests.unit.engine_rig import Rig, ids, request, rig
+from longcat_pd.metrics import Metrics
+from tests.manual_clock import ManualClock, settle
+from tests.unit.engine_rig import Rig, engine_config, ids, request, rig
+from tests.unit.pencil import Pencil
 
 
 async def test_tokens_and_the_reasons_to_stop() -> None:
@@ -442,6 +445,16 @@ async def test_a_lost_rank_ends_every_request_with_the_cause() -> None:
             await asyncio.wait_for(r.engine.failed(), 1.0)
         health = r.engine.health()
         assert health.is_lost and health.reasons[0]["code"] == "rank_lost"
+
+
+async def test_while_machines_are_waited_for_they_are_named() -> None:
+    config, parallel, clock = engine_config(), ParallelConfig(kvp_size=4), ManualClock()
+    pencil = Pencil(config, parallel, True, absent={2: "node 1 (h1) of d0", 3: "node 1 (h1) of d0"})
+    metrics = Metrics(role="decode", instance="d0")
+    engine = Engine(config, parallel, executor=pencil, eos_token_ids=frozenset({20}), clock=clock, metrics=metrics)
+    assert [reason["detail"] for reason in engine.health().reasons] == ["waits for node 1 (h1) of d0"]
+    pencil.absent.clear()
+    assert [reason["detail"] for reason in engine.health().reasons] == ["the ranks are not ready yet"]
 
 
 async def test_a_defect_ends_every_request_and_shows_no_inside() -> None:

@@ -54,6 +54,7 @@ class Served:
         self.instance = instance
         self.gate = Gate()
         self.ends: list[LongcatError] = []
+        self.told_to_end = asyncio.Event()
         self.process: asyncio.Task[int]
 
     def open_request(self) -> asyncio.Task[None]:
@@ -76,7 +77,13 @@ async def served(instance: Instance, *, drain_timeout_s: float = 30.0) -> AsyncI
     with run.listen("127.0.0.1", 0) as listener:
         made.process = asyncio.ensure_future(
             run.serve_app(
-                no_app, listener, instance, gate=made.gate, drain_timeout_s=drain_timeout_s, clock=MonotonicClock()
+                no_app,
+                listener,
+                instance,
+                gate=made.gate,
+                drain_timeout_s=drain_timeout_s,
+                clock=MonotonicClock(),
+                told_to_end=made.told_to_end,
             )
         )
         yield made
@@ -125,9 +132,25 @@ async def _once(_: Served) -> None:
     send()
 
 
+async def _from_elsewhere(s: Served) -> None:
+    s.told_to_end.set()
+
+
+async def _from_elsewhere_too(s: Served) -> None:
+    s.told_to_end.set()
+    await asyncio.sleep(0.05)
+    send()
+
+
 @pytest.mark.parametrize(
     "end, drain_timeout_s, num_open, status",
-    [(_once, 30.0, 0, run.STATUS_OK), (_once, 0.1, 2, run.STATUS_CUT), (_twice, 30.0, 1, run.STATUS_CUT)],
+    [
+        (_once, 30.0, 0, run.STATUS_OK),
+        (_once, 0.1, 2, run.STATUS_CUT),
+        (_twice, 30.0, 1, run.STATUS_CUT),
+        (_from_elsewhere, 30.0, 0, run.STATUS_FAULT),
+        (_from_elsewhere_too, 0.3, 1, run.STATUS_CUT),
+    ],
 )
 async def test_a_drain(end: Callable[[Served], Any], drain_timeout_s: float, num_open: int, status: int) -> None:
     async with served(Instance(), drain_timeout_s=drain_timeout_s) as s:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -17,6 +17,7 @@ from longcat_pd.server.node_records import (
     FROM_NODE,
     DriverBeat,
     DumpStacks,
+    EndWanted,
     FromDriver,
     FromNode,
     NodeBeat,
@@ -38,6 +39,7 @@ SPEC = InstanceSpec(
     parallel=ParallelConfig(pp_size=6), engine=EngineConfig(rank_lost_s=10.0, drain_timeout_s=60.0),
     transfer=TransferConfig(), nodes=("10.0.0.1", "10.0.0.2", "10.0.0.3"),
 )  # fmt: skip
+NODE_1, NODE_2 = "node 1 (10.0.0.2) of p0", "node 2 (10.0.0.3) of p0"
 HELLO = NodeHello(node=0, instance="p0", configuration="c1", code_version="1.0", model_digest="m1")
 
 
@@ -82,6 +84,9 @@ class Ranks:
     def loss(self) -> RankLost | None:
         return None
 
+    def absent(self) -> Mapping[int, str]:
+        return {}
+
     def dump_stacks(self) -> None:
         self.calls.append("dump_stacks")
 
@@ -96,7 +101,11 @@ class Driver:
         self.clock, self.wire, self.own = ManualClock(), Wire(), Ranks()
         self.exits: list[tuple[int, int]] = []
         self.losses: list[LongcatError] = []
-        self.nodes = SeveralNodes(SPEC, HELLO, own=self.own, incarnation="i7", listen=lambda: self.wire, clock=self.clock)
+        self.is_told_to_end = asyncio.Event()
+        self.nodes = SeveralNodes(
+            SPEC, HELLO, own=self.own, incarnation="i7", listen=lambda: self.wire, on_end=self.is_told_to_end.set,
+            clock=self.clock,
+        )  # fmt: skip
         self.starting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -144,14 +153,17 @@ class Driver:
 async def test_ranks_begin_everywhere_when_the_last_node_has_come() -> None:
     driver = Driver()
     await driver.start()
+    assert driver.nodes.absent() == {2: NODE_1, 3: NODE_1, 4: NODE_2, 5: NODE_2}
     await driver.say(2, replace(HELLO, node=2))
     await driver.pass_by(50, 2)
     assert driver.own.calls == ["prepare"] and driver.told(2) == []
+    assert driver.nodes.absent() == {2: NODE_1, 3: NODE_1}
     await driver.say(1, replace(HELLO, node=1))
     assert driver.starting is not None
     await driver.starting
     assert driver.own.calls == ["prepare", "start"]
     assert driver.told(1) == driver.told(2) == [StartRanks(incarnation="i7")]
+    assert driver.nodes.absent() == {}
 
 
 async def test_a_node_that_does_not_come_is_named() -> None:
@@ -261,7 +273,7 @@ async def test_a_port_that_is_taken_refuses_the_start() -> None:
         raise OSError("tcp://10.0.0.1:30006: Address already in use")
 
     driver = Driver()
-    nodes = SeveralNodes(SPEC, HELLO, own=driver.own, incarnation="i", listen=taken, clock=driver.clock)
+    nodes = SeveralNodes(SPEC, HELLO, own=driver.own, incarnation="i", listen=taken, on_end=list, clock=driver.clock)
     with pytest.raises(ConfigError, match="30006"):
         await nodes.start(lambda *_: None, driver.losses.append)
     await nodes.stop(0.0)
@@ -323,6 +335,14 @@ async def test_nobody_comes_after_the_ranks_have_begun() -> None:
     assert isinstance(told, Rejected) and "comes too late" in told.reason
     await driver.say(1, NodeRefusal(node=1, instance="p0", reason="too little memory"), life="c")
     assert driver.losses == []
+
+
+async def test_a_node_that_is_told_to_end_has_the_driver_drain() -> None:
+    driver = Driver()
+    await driver.begun()
+    assert not driver.is_told_to_end.is_set()
+    await driver.say(1, EndWanted())
+    assert driver.is_told_to_end.is_set() and driver.losses == []
 
 
 async def test_a_node_that_ends_by_itself_is_lost_with_its_reason() -> None:
@@ -508,7 +528,10 @@ async def test_the_first_signal_waits_for_the_driver() -> None:
     node = Node()
     await node.begun()
     node.signals.first.set()
+    await settle()
+    assert node.said()[-1] == EndWanted(), "and is told of it"
     await node.pass_by(60, is_beating=True)
+    assert node.said().count(EndWanted()) == 1
     assert node.own.calls[-1] == "start", "the driver drains: ranks go on"
     await node.say(StopRanks(grace_s=5.0, status=0))
     assert await node.status() == 0
