@@ -123,7 +123,8 @@ class FurtherNode:
     async def _obeyed(self, record: FromDriver) -> _End | None:
         if isinstance(record, Rejected):
             text = f"{self._driver} refuses it: {record.reason}"
-            return _End(STATUS_REFUSED if self._ranks is None else STATUS_FAULT, text)
+            is_final = self._ranks is None and not record.is_for_now
+            return _End(STATUS_REFUSED if is_final else STATUS_FAULT, text)
         if isinstance(record, StopRanks):
             return _End(record.status, grace_s=record.grace_s)
         if isinstance(record, StartRanks) and self._ranks is None:

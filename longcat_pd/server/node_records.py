@@ -17,8 +17,8 @@ from longcat_pd.config.schema import InstanceSpec
 from longcat_pd.kv_transfer.messages import Hello
 from longcat_pd.wire import Codec, tcp, to_json
 
-NODES_COME_S = 60.0  # the driver waits so long for all nodes
-DRIVER_ANSWERS_S = 120.0  # a node for the driver, which may have been started later and reads the checkpoint first
+NODES_COME_S = 240.0  # the driver waits so long for all nodes, which may have to fetch an image or read a slow disk first
+DRIVER_ANSWERS_S = 300.0  # a node for the driver, which may have been started later and reads the checkpoint first
 REFUSAL_S = 10.0  # and for saying that it cannot take part
 GONE_S = 3.0  # silence of a node whose connection has ended: time to come back after a fault of the network
 STOP_MARGIN_S = 30.0  # behind the driver's drain, for its end
@@ -108,9 +108,13 @@ class StopRanks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejected:
-    """This node has no place in this life of the instance. Also the answer to a NodeRefusal."""
+    """This node has no place in this life of the instance. Also the answer to a NodeRefusal.
+
+    ``is_for_now``: another try may succeed, without anything being mended.
+    """
 
     reason: str
+    is_for_now: bool = False
 
 
 FromNode = NodeHello | NodeRefusal | NodeBeat | RankExited | EndWanted | NodeLeft

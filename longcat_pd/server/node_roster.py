@@ -11,7 +11,7 @@ from longcat_pd.clock import RANK_SILENT_S
 from longcat_pd.config.schema import InstanceSpec
 from longcat_pd.errors import ConfigError, LongcatError, RankLost
 from longcat_pd.log import logger
-from longcat_pd.server.node_records import GONE_S, NODES_COME_S, NodeHello, node_title, silence_limit_s
+from longcat_pd.server.node_records import GONE_S, NODES_COME_S, NodeHello, Rejected, node_title, silence_limit_s
 
 _DIFFERENCES = {
     "instance": "belongs to another instance",
@@ -46,20 +46,21 @@ class NodeRoster:
         self._entries = {k: NodeEntry(k, node_title(spec, k), now) for k in range(1, len(spec.nodes))}
         self.has_begun = False  # the ranks: from then on nobody comes, and nobody goes unnoticed
 
-    def greet(self, identity: bytes, hello: NodeHello, now: float) -> str:
-        """Take the node in, or say why not; "" if it is in."""
+    def greet(self, identity: bytes, hello: NodeHello, now: float) -> Rejected | None:
+        """Take the node in, or say why not."""
         entry = self._entries.get(hello.node)
         if entry is None:
-            return f"{hello.instance} has no further node {hello.node}"
-        refusal = self._difference(hello) or self._rival(entry, identity, now)
+            return Rejected(reason=f"{hello.instance} has no further node {hello.node}")
+        difference = self._difference(hello)
+        refusal = difference or self._rival(entry, identity, now)
         if refusal:
             entry.refusal = refusal
             logger().warning("node_refused", node=entry.number, reason=refusal)
-            return refusal
+            return Rejected(reason=refusal, is_for_now=not difference)
         if entry.identity != identity:
             logger().info("node_came", node=entry.number)
         entry.identity, entry.heard_at, entry.is_reachable = identity, now, True
-        return ""
+        return None
 
     def present(self) -> list[NodeEntry]:
         """Those that have come and not gone."""

@@ -196,8 +196,7 @@ class SeveralNodes:
         if isinstance(record, NodeRefusal):
             self._refused(identity, record)
         elif isinstance(record, NodeHello):
-            refusal = self._roster.greet(identity, record, now)
-            self._answer(identity, Rejected(reason=refusal) if refusal else DriverBeat())
+            self._answer(identity, self._roster.greet(identity, record, now) or DriverBeat())
         elif entry is None:
             self._answer(identity, Rejected(reason=f"nobody has said hello to this life of {self._spec.name}"))
         else:
