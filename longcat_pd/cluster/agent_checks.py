@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from longcat_pd.cluster.jobs import Job
@@ -11,7 +13,7 @@ from longcat_pd.cluster.record import RunFolder
 from longcat_pd.config.checks import pools
 from longcat_pd.config.resolve import instance_spec, load
 from longcat_pd.config.schema import ClusterConfig
-from longcat_pd.config.services import BALANCER
+from longcat_pd.config.services import BALANCER, nodes_of
 from longcat_pd.errors import ConfigError
 from longcat_pd.sizing.preflight import free_memory_bytes, port_findings, total_memory_findings
 
@@ -23,11 +25,14 @@ def findings(job: Job, folder: RunFolder) -> Iterator[str]:
     for file in job.setup_files:
         if not os.access(file, os.R_OK):
             yield f"hosts.setup_files: {file} is not there or cannot be read"
+    yield from _log_findings(job, folder)
     try:
         cluster = load(folder.config)
     except ConfigError as error:
         yield from error.message.splitlines()
         return
+    if set(nodes_of(cluster)) - set(job.nodes):
+        yield from address_findings(job.nodes)
     if any(service.kind != BALANCER for service in job.services):
         yield from _weights_findings(cluster)
         yield from _memory_findings(cluster, job)
@@ -35,6 +40,26 @@ def findings(job: Job, folder: RunFolder) -> Iterator[str]:
         Path(job.logs).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         yield f"log_dir={job.logs}: cannot be made: {error.strerror}"
+
+
+def _log_findings(job: Job, folder: RunFolder) -> Iterator[str]:
+    """Logs of another cluster that runs here would be moved away under it."""
+    mine = {str(Path(job.logs) / f"{service.name}.log") for service in job.services}
+    for other in folder.others():
+        for log in sorted(mine & {process.log for process in other.alive}):
+            yield f"log_dir={job.logs}: {log} is being written by {other.config}, which runs here; give one of them another"
+
+
+def address_findings(nodes: Sequence[str]) -> Iterator[str]:
+    """Names of this machine that mean the machine itself to it, as /etc/hosts often has them, and another one to others."""
+    for node in nodes:
+        try:
+            addresses = {str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(node, None)}
+        except OSError:  # services will say so
+            continue
+        if node not in addresses and all(ipaddress.ip_address(address).is_loopback for address in addresses):
+            told = ", ".join(sorted(addresses))
+            yield f"nodes: {node} is {told} here, which no other machine reaches; mend /etc/hosts, or name its address"
 
 
 def _weights_findings(cluster: ClusterConfig) -> Iterator[str]:

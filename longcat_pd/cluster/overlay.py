@@ -7,7 +7,6 @@ is checked like the file.
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from longcat_pd.config.checks import RANGES, pools
 from longcat_pd.config.reader import Findings, Reader
 from longcat_pd.config.resolve import as_json
 from longcat_pd.config.schema import ClusterConfig
+from longcat_pd.config.services import is_loopback
 from longcat_pd.errors import ConfigError
 
 
@@ -58,7 +58,7 @@ def _of_addresses(config: Path, settings: Sequence[str], addresses: Sequence[str
         first += count
     if addresses:
         yield f"load_balancer.node={json.dumps(addresses[-1])}"
-        if _is_loopback(cluster.load_balancer.host) and not _is_loopback(addresses[-1]):
+        if is_loopback(cluster.load_balancer.host) and not is_loopback(addresses[-1]):
             yield f"load_balancer.host={json.dumps(addresses[-1])}"
 
 
@@ -74,10 +74,3 @@ def _num_nodes(cluster: ClusterConfig) -> Iterator[tuple[str, int]]:
         needed = -(-pool.parallel.world_size // cluster.devices_per_node)
         for place, instance in enumerate(pool.instances):
             yield f"{role}.instances.{place}.nodes", max(needed, len(instance.nodes))
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"

@@ -20,7 +20,7 @@ from longcat_pd.cluster.record import RunFolder
 from longcat_pd.cluster.sessions import Session, Sessions
 from longcat_pd.cluster.telling import EXIT_FAILED, EXIT_OK, complain, grouped, refuse_if_any, say
 from longcat_pd.config.resolve import unresolved
-from longcat_pd.config.services import balancer_url, services, start_limit_s
+from longcat_pd.config.services import balancer_url, is_loopback, services, start_limit_s
 from longcat_pd.errors import ConfigError
 
 DEFAULT_CHECKPOINT = Path(".run/models/tiny-2.0")
@@ -51,6 +51,7 @@ def main(options: argparse.Namespace) -> int:
     _make_default_checkpoint(options.root, Path(unresolved(options.config, options.overrides).model.path))
     cluster = cluster_of(options)
     _refuse_what_runs_elsewhere(running_cluster_of(options), cluster)
+    _warn_of_a_hidden_balancer(cluster)
     timeout_s = start_limit_s(cluster.config) if options.timeout_s is None else options.timeout_s
     with Sessions([(machine, cluster.agent("start"), cluster.job(machine)) for machine in cluster.machines]) as sessions:
         _refuse_what_cannot_work(cluster, sessions)
@@ -99,6 +100,14 @@ def _refuse_what_runs_elsewhere(before: Cluster, cluster: Cluster) -> None:
         complain(f"warning: {session.machine.name} was part of {cluster.name} and cannot be asked: {session.problem}")
     if alive:
         raise ConfigError(f"{cluster.name} is already running: {', '.join(alive)}; stop it first")
+
+
+def _warn_of_a_hidden_balancer(cluster: Cluster) -> None:
+    balancer = cluster.config.load_balancer
+    machine = next(machine for machine in cluster.machines if balancer.node in machine.nodes)
+    if is_loopback(balancer.host) and not machine.shell.is_here:
+        text = f"load_balancer.host={balancer.host}: the balancer answers to {machine.name} alone"
+        complain(f"warning: {text}; 0.0.0.0 or an address of that machine lets others in")
 
 
 def _refuse_what_cannot_work(cluster: Cluster, sessions: Sessions) -> None:

@@ -6,6 +6,7 @@ read.
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -66,6 +67,14 @@ def balancer_url(config: ClusterConfig) -> str:
     balancer = config.load_balancer
     host = balancer.node if balancer.host in ("0.0.0.0", "::") else balancer.host
     return f"http://{_in_url(host)}:{balancer.port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, which is no name but localhost, means each machine itself."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def start_limit_s(config: ClusterConfig) -> float:

@@ -204,6 +204,19 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts(run: Runner) -> 
     assert "error: decode.engine.block_size=0: must be at least 1" in run.err
 
 
+def test_logs_of_another_cluster_that_runs_are_left_alone(run: Runner, tmp_path: Path) -> None:
+    assert run("start") == 0, run.err
+    log = run.folder.path / "d0.log"
+    run.config = tmp_path / "other.yaml"
+    tree = json.loads((tmp_path / "small.yaml").read_text())
+    run.config.write_text(json.dumps({**tree, "log_dir": str(run.folder.path)}))
+    assert run("start") == 2
+    assert f"error: log_dir={log.parent}: {log} is being written by {tmp_path / 'small.yaml'}" in run.err
+    assert not Path(f"{log}.1").exists()
+    run.config = tmp_path / "small.yaml"
+    run("stop")
+
+
 def test_stop_waits_no_longer_than_told_and_kills(run: Runner) -> None:
     run.scripts["p0"] = SERVICE.replace("lambda *_: sys.exit(0)", "signal.SIG_IGN")
     assert run("start") == 0

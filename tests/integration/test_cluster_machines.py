@@ -159,6 +159,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 def test_start_status_logs_restart_stop(rig: Rig) -> None:
     assert rig("start") == 0, rig.err
+    assert f"warning: load_balancer.host=127.0.0.1: the balancer answers to {P0} alone; 0.0.0.0 or an" in rig.err
     assert f"started d0.1 on {D1}, pid" in rig.out
     port = rig.tree["load_balancer"]["port"]
     assert f"ready: http://127.0.0.1:{port}" in rig.out
@@ -230,6 +231,13 @@ def test_what_all_machines_have_against_a_start_comes_at_once(rig: Rig) -> None:
     (rig.folder / P0 / "current").unlink()
     assert rig("start") == 2
     assert f"error: {P0}: no code in {rig.folder}/{P0}/current; run 'run_pd.sh code' first" in rig.err
+
+
+def test_addresses_that_mean_another_machine_to_others(rig: Rig) -> None:
+    rig.tree["prefill"]["instances"][0].pop("nodes")
+    assert rig("start") == 2
+    assert rig.err == f"error: nodes: 127.0.0.1 is not this machine to {D0}, {D1}; name an address that they reach\n"
+    assert rig.pids() == {}
 
 
 def test_setup_files_are_sourced_and_the_environment_is_laid_over(rig: Rig) -> None:
