@@ -341,8 +341,10 @@ def test_machines_as_a_list_and_a_start_that_is_found_again_without_it(rig: Rig)
     assert "--iplist: has 2 addresses, small.yaml needs 3: decode.instances.0 2, prefill.instances.0 1" in rig.err
     assert rig("start", "--testpath", testpath, "--iplist", f"{D0} {D1} {P0}") == 0, rig.err
     assert rig("status") == 0, rig.out
-    assert rig("stop") == 0
+    rig.tree["prefill"]["instances"].append({"name": "p1", "http_port": 20000})
+    assert rig("stop", "--testpath", testpath, "--iplist", f"{D0} {D1} {P0}") == 0, "the file says otherwise by now"
     assert rig.pids() == {}
+    assert rig("stop", "--testpath", testpath, "--iplist", f"{D0} {D1} {P0}") == 2, "nothing else is known"
 
 
 def _commands() -> list[str]:
