@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """``ports``: (host, port, purpose); ``runs``: the folder of run records; ``folders``: whose free room is told.
+    """``ports``: (host, port, purpose); ``run``: the folder of its run record; ``folders``: whose free room is told.
 
     ``model``: the folder of the checkpoint, "" where no rank runs; ``only_config``: its weights are not read.
     ``num_devices``: NPU that the tools are asked about.
@@ -15,7 +15,7 @@ class Request:
 
     node: str
     path: str
-    runs: str
+    run: str
     ports: tuple[tuple[str, int, str], ...]
     folders: tuple[str, ...]
     model: str
@@ -25,7 +25,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class TakenPort:
-    """A port that cannot be had. ``pid`` 0: who has it cannot be seen; ``is_ours``: ``start`` began it."""
+    """A port that cannot be had. ``pid`` 0: who has it cannot be seen; ``is_ours``: ``start`` of this cluster began it."""
 
     port: int
     purpose: str
@@ -56,7 +56,7 @@ class Devices:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The answer. Limits: -1 is none."""
+    """The answer. Limits: -1 is none. ``is_killed_at_logout``: what a session began, with it."""
 
     release: str
     ports: tuple[TakenPort, ...]
@@ -68,5 +68,6 @@ class Facts:
     cores: int
     weights: Weights | None
     limits: dict[str, int]
+    is_killed_at_logout: bool
     devices: Devices
     toolkit: str

@@ -60,6 +60,7 @@ def rows_of(facts: Facts, expected: Expected) -> Iterator[Row]:
         ("memory", _memory(facts)),
         ("cores", _cores(facts, expected)),
         ("limits", _limits(facts, expected)),
+        ("logout", _logout(facts)),
     ]
     if facts.weights is not None:
         checks.append(("weights", _weights(facts)))
@@ -186,6 +187,12 @@ def _limits(facts: Facts, expected: Expected) -> tuple[Level, str]:
         "locked memory should be unlimited for RDMA"
     ] * locked
     return ("warn", f"{text}; {'; '.join(advice)}") if advice else ("ok", text)
+
+
+def _logout(facts: Facts) -> tuple[Level, str]:
+    if facts.is_killed_at_logout:
+        return "bad", "logind ends services with the session that began them: KillUserProcesses=no, or KillExcludeUsers"
+    return "ok", "services outlive the session that began them"
 
 
 def _weights(facts: Facts) -> tuple[Level, str]:

@@ -44,10 +44,10 @@ class Patient:
 def patients_of(root: Path, file: Path, overrides: Sequence[str]) -> list[tuple[str, Patient]]:
     """All machines of the cluster of a file, beside the tree at ``root``. Raises ConfigError."""
     config, tree = unresolved(file, overrides), tree_of(root)
-    return [(node, _patient(node, config, tree=tree)) for node in nodes_of(config)]
+    return [(node, _patient(node, config, name=file.stem, tree=tree)) for node in nodes_of(config)]
 
 
-def _patient(node: str, config: ClusterConfig, *, tree: Tree) -> Patient:
+def _patient(node: str, config: ClusterConfig, *, name: str, tree: Tree) -> Patient:
     """What one machine is asked, and what it must have."""
     path = config.hosts.path.rstrip("/")
     mine = [service for service in services(config) if service.node == node]
@@ -72,7 +72,7 @@ def _patient(node: str, config: ClusterConfig, *, tree: Tree) -> Patient:
     request = Request(
         node=node,
         path=path,
-        runs=f"{path}/run" if path else str(tree.root / ".run"),
+        run=f"{path}/run/{name}" if path else str(tree.root / ".run" / name),
         ports=tuple((use.host, use.port, use.purpose) for use in ports_of_node(config, node)),
         folders=folders,
         model=config.model.path if num_ranks else "",

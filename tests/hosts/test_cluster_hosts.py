@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tests.hosts.rig import Hosts
 from tests.parity.conftest import MakeCheckpoint
 
 ENGINE = {"block_size": 16, "max_num_seqs": 4, "rank_lost_s": 4, "step_timeout_s": 20, "drain_timeout_s": 4}
+SOON_S = 45.0  # a dead link is noticed after 15 s, one who gave a job and has gone after 30
 
 
 class Cluster:
@@ -137,6 +140,12 @@ def test_hosts_that_are_not_who_they_should_be_and_keys_that_open_nothing(cluste
     assert cluster("start") == 2
     assert f"the host key of {cluster.hosts.address(1)} is not in" in cluster.said
     cluster.hosts.write_known_hosts()
+    cluster.hosts.new_host_key(1)
+    assert cluster("start") == 2
+    address, known = cluster.hosts.address(1), cluster.hosts.known_hosts
+    assert f"error: {address}: its host key is not the one in {known}" in cluster.said
+    assert cluster.said.count("error: ") == 1
+    cluster.hosts.write_known_hosts()
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "other")], check=True)
     assert cluster("start", "--set", f"hosts.identity_file={tmp_path / 'other'}") == 2
     assert "permission denied" in cluster.said
@@ -160,3 +169,21 @@ def test_a_port_that_is_taken(cluster: Cluster) -> None:
     assert cluster("start") == 2
     assert f"port 30001 on {address}" in cluster.said and "is taken by pid" in cluster.said
     assert [cluster.hosts.processes(number) for number in (0, 1, 3)] == [[]] * 3
+
+
+@pytest.mark.slow
+def test_a_cable_that_is_pulled_during_a_start_ends_it_on_all_hosts(cluster: Cluster) -> None:
+    hosts, log = cluster.hosts, f"{place(cluster.hosts)}/run/four/d0.1.log"
+    with ThreadPoolExecutor() as pool:
+        starting = pool.submit(cluster, "start")
+        deadline = time.monotonic() + SOON_S
+        while "there" not in hosts.exec(1, f"test -e {log} && echo there", check=False):
+            assert time.monotonic() < deadline, "it does not start"
+        hosts.link(1, False)
+        assert starting.result() == 1
+    assert f"the start failed: {hosts.address(1)}: the link is dead" in cluster.said
+    assert [hosts.processes(number) for number in (0, 2, 3)] == [[]] * 3
+    deadline = time.monotonic() + SOON_S
+    while left := hosts.processes(1):  # nobody can tell it, so its agent has to notice by itself
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)

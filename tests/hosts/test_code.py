@@ -134,10 +134,13 @@ def test_a_disk_that_may_not_be_written(hosts: Hosts, code: Distribute, capsys: 
 def test_what_an_interrupted_copy_left_goes_the_next_time(hosts: Hosts, root: Path, code: Distribute) -> None:
     assert code() == 0
     hosts.write(0, f"{place(hosts)}/releases/.incoming/half", "of it")
+    hosts.write(0, f"{place(hosts)}/releases/.damaged/half", "of it")
     (root / "run.sh").write_text("#!/bin/sh\nother\n")
     assert code() == 0
     assert currents(hosts) == [release(root)] * 4
-    assert hosts.exec(0, f"ls -A {place(hosts)}/releases/.incoming 2>/dev/null; true") == ""
+    assert (
+        hosts.exec(0, f"ls -A {place(hosts)}/releases/.incoming {place(hosts)}/releases/.damaged 2>/dev/null; true") == ""
+    )
     hosts.exec(0, f"test ! -e {place(hosts)}/current/half")
 
 

@@ -77,6 +77,9 @@ def test_what_is_wrong_with_a_host_is_a_row_of_it(hosts: Hosts, root: Path, look
     hosts.exec(1, f"rm {place(hosts)}/current; ln -s releases/0123 {place(hosts)}/current")
     hosts.write(3, hosts.disk / "tools" / "date", "#!/bin/sh\necho 1000000000.5\n")
     hosts.exec(3, f"echo ' ' >>{hosts.disk}/model/config.json")
+    logind = "#!/bin/sh\nprintf 'KillUserProcesses=yes\\nKillOnlyUsers=\\nKillExcludeUsers=%s\\n'"
+    hosts.write(0, hosts.disk / "tools" / "loginctl", f"{logind} nobody\n")
+    hosts.write(1, hosts.disk / "tools" / "loginctl", f"{logind} root\n")
     seen = look()
     assert seen.status == 1
     bad = seen.bad()
@@ -85,14 +88,20 @@ def test_what_is_wrong_with_a_host_is_a_row_of_it(hosts: Hosts, root: Path, look
     assert any(row.startswith(f"{hosts.address(1)} weights {shards[0]}: ") and "its header says" in row for row in bad)
     assert any(row.startswith(f"{hosts.address(1)} code release 0123, but the tree here is") for row in bad)
     assert any(row.startswith("all nodes weights") for row in bad)
-    assert len(bad) == 5, bad
+    assert any(row.startswith(f"{hosts.address(0)} logout logind ends services") for row in bad)
+    assert len(bad) == 6, bad
     assert any(row.startswith(f"{hosts.address(3)} clock") and "behind" in row for row in seen.bad("warn"))
 
 
 def test_ports_of_the_cluster_itself_are_no_fault(hosts: Hosts, look: Doctor) -> None:
     listen = f"import socket, time; s = socket.create_server(('{hosts.address(2)}', 30001)); time.sleep(100)"
     pid = hosts.exec(2, f'setsid {sys.executable} -c "{listen}" >/dev/null 2>&1 </dev/null & echo $!').strip()
-    hosts.write(2, f"{place(hosts)}/run/c/state.json", f'{{"processes": [{{"pid": {pid}}}]}}')
+    record = f'{{"processes": [{{"pid": {pid}}}]}}'
+    hosts.write(2, f"{place(hosts)}/run/another/state.json", record)
+    assert [row.split(" by pid ")[0] for row in look().bad()] == [
+        f"{hosts.address(2)} ports 30001 (p0 control records) is taken"
+    ]
+    hosts.write(2, f"{place(hosts)}/run/cluster/state.json", record)
     seen = look()
     assert seen.bad() == []
     assert any("1 in use by this cluster, the others free" in line for line in seen.lines)

@@ -35,6 +35,7 @@ FACTS = Facts(
     cores=16,
     weights=Weights(problems=(), num_shards=2, size=1 << 30, digest="d"),
     limits={"open files": 65536, "locked memory": 8192, "core": 0},
+    is_killed_at_logout=False,
     devices=Devices(),
     toolkit="",
 )
@@ -55,6 +56,12 @@ def test_all_is_well() -> None:
         ("code", replace(FACTS, release="bb"), "bad", "release bb, but the tree here is aa"),
         ("code", replace(FACTS, release=""), "bad", "no release, but"),
         ("cores", replace(FACTS, cores=15), "bad", "15, but 8 ranks x hosts.cores_per_device=2 are 16"),
+        (
+            "logout",
+            replace(FACTS, is_killed_at_logout=True),
+            "bad",
+            "logind ends services with the session that began them",
+        ),
         ("disk /x", replace(FACTS, free_bytes={"/x": 999}), "bad", "the code alone needs"),
         ("disk /x", replace(FACTS, free_bytes={"/x": 1 << 29}), "warn", "0.5 GiB free"),
         ("memory", replace(FACTS, free_memory_bytes=9), "warn", "0.0 of 0.0 GiB free"),

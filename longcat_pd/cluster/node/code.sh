@@ -42,7 +42,7 @@ prepare() {
 hold() {
   flock -n 9 || fail "another run_pd.sh code is at work in $path there (pid $(cat "$releases/.lock.pid" 2>/dev/null))"
   echo "$$" >"$releases/.lock.pid"
-  rm -rf -- "$incoming" || fail "$incoming, which an interrupted copy left, cannot be removed"
+  rm -rf -- "$incoming" "$releases/.damaged" || fail "what an interrupted copy left in $releases cannot be removed"
 }
 
 free() {

@@ -10,6 +10,7 @@ import concurrent.futures
 import hashlib
 import json
 import os
+import pwd
 import resource
 import shutil
 import socket
@@ -50,9 +51,9 @@ def say(command: list[str]) -> str:
     return done.stdout.decode(errors="replace")
 
 
-def taken_ports(wanted: list[tuple[str, int, str]], runs: str) -> list[dict[str, Any]]:
+def taken_ports(wanted: list[tuple[str, int, str]], run: str) -> list[dict[str, Any]]:
     """Those that cannot be listened on, each with who listens there, as far as it can be seen."""
-    ours = recorded(runs)
+    ours = recorded(run)
     found = []
     for host, port, purpose in wanted:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -68,15 +69,12 @@ def taken_ports(wanted: list[tuple[str, int, str]], runs: str) -> list[dict[str,
     return found
 
 
-def recorded(runs: str) -> set[int]:
-    """Ids of the processes that run_pd.sh started here and that its records still name."""
-    pids: set[int] = set()
-    for file in Path(runs).glob("*/state.json"):
-        try:
-            pids.update(process["pid"] for process in json.loads(read(file))["processes"])
-        except (ValueError, KeyError):
-            continue
-    return pids
+def recorded(run: str) -> set[int]:
+    """Ids of the processes that run_pd.sh started here for this cluster and that its record still names."""
+    try:
+        return {process["pid"] for process in json.loads(read(f"{run}/state.json"))["processes"]}
+    except (ValueError, KeyError):
+        return set()
 
 
 def holder(port: int) -> int:
@@ -170,6 +168,19 @@ def devices(count: int) -> dict[str, Any]:
     return {"mapping": said[0], "table": said[1], "links": said[2 : 2 + count], "health": said[2 + count :]}
 
 
+def killed_at_logout() -> bool:
+    """Whether what this user leaves running ends with its session, by the settings of systemd's logind."""
+    names = ("KillUserProcesses", "KillOnlyUsers", "KillExcludeUsers")
+    said = say(["loginctl", "show-session", *(f"--property={name}" for name in names)])
+    told = dict(line.split("=", 1) for line in said.splitlines() if "=" in line)
+    only, spared = told.get("KillOnlyUsers", "").split(), told.get("KillExcludeUsers", "").split()
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # one without a name, as in a container
+        return False
+    return told.get("KillUserProcesses") == "yes" and (not only or user in only) and user not in spared
+
+
 def toolkit(folder: str) -> str:
     """Version of the toolkit; "" where none was found."""
     for file in sorted(Path(folder or TOOLKIT).glob("*-linux/ascend_toolkit_install.info")):
@@ -197,7 +208,7 @@ def main() -> None:
     name, mtu = interface_of(request["node"])
     facts = {
         "release": release_of(request["path"]),
-        "ports": taken_ports(request["ports"], request["runs"]),
+        "ports": taken_ports(request["ports"], request["run"]),
         "interface": name,
         "mtu": mtu,
         "free_bytes": {path: room(path) for path in request["folders"]},
@@ -206,6 +217,7 @@ def main() -> None:
         "cores": len(os.sched_getaffinity(0)),
         "weights": weights(Path(request["model"]), only_config=request["only_config"]) if request["model"] else None,
         "limits": {what: resource.getrlimit(limit)[0] for what, limit in limits.items()},
+        "is_killed_at_logout": killed_at_logout(),
         "devices": devices(count),
         "toolkit": toolkit(sys.argv[1]) if count else "",
     }
