@@ -125,11 +125,21 @@ def instance_spec(cluster: ClusterConfig, name: str) -> InstanceSpec:
         nodes=instance.nodes,
         device_memory_gib=cluster.device_memory_gib,
         cores_per_device=cluster.hosts.cores_per_device,
+        ranks_before=tuple(_ranks_before(cluster, instance, node) for node in instance.nodes),
         env=environment(cluster, pool, instance),
         peers=tuple(_peer(other, inst) for other, _, inst in known.values() if other != role),
         cluster_key_file=cluster.cluster_key_file,
     )
     return dataclasses.replace(spec, config_digest=_digest(spec))
+
+
+def _ranks_before(cluster: ClusterConfig, instance: InstanceConfig, node: str) -> int:
+    """Ranks on a node that belong to instances which come before this one."""
+    placed = [
+        (other, pool.parallel.world_size // len(other.nodes)) for _, pool in pools(cluster) for other in pool.instances
+    ]
+    before = placed[: [other.name for other, _ in placed].index(instance.name)]
+    return sum(count for other, count in before if node in other.nodes)
 
 
 def _peer(role: Role, instance: InstanceConfig) -> PeerAddress:
@@ -138,7 +148,7 @@ def _peer(role: Role, instance: InstanceConfig) -> PeerAddress:
 
 def _digest(spec: InstanceSpec) -> str:
     """Equal for equal settings, whichever instance of a pool has them; the balancer computes it from its own file."""
-    anyone = dataclasses.replace(spec, name="", host="", http_port=0, nodes=(), env={})
+    anyone = dataclasses.replace(spec, name="", host="", http_port=0, nodes=(), ranks_before=(), env={})
     text = json.dumps(dataclasses.asdict(anyone), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -273,6 +273,7 @@ class InstanceSpec:
     nodes: tuple[str, ...] = ()  # none: all on the machine of the driver
     device_memory_gib: float = 0.0
     cores_per_device: int = 0
+    ranks_before: tuple[int, ...] = ()  # of other instances on each of its nodes, whose cores come first; none: no others
     env: dict[str, str] = field(default_factory=dict)  # what its processes are given, which the memory plan looks at
     peers: tuple[PeerAddress, ...] = ()
     cluster_key_file: str | None = None

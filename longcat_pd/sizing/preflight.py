@@ -51,7 +51,7 @@ def inspect(spec: InstanceSpec, *, node_rank: int = 0, available_bytes: int | No
     first = node_rank * spec.ranks_per_node
     ranks = instance_memory(spec, model)[first : first + spec.ranks_per_node]
     available = free_memory_bytes() if available_bytes is None else available_bytes
-    cores = core_finding(spec, len(os.sched_getaffinity(0)))
+    cores = core_finding(spec, node_rank, len(os.sched_getaffinity(0)))
     findings = [
         *(port_findings(ports_of(spec)) if node_rank == 0 else ()),
         *memory_findings(spec, ranks, available_bytes=available),

@@ -87,6 +87,12 @@ async def test_a_node_and_a_driver_are_killed(tiny: MakeCheckpoint, tmp_path: Pa
         await ready(processes.http_urls["d0"], topology.client)
         await ready(topology.url, topology.client)
         assert isinstance(await call(topology, is_streamed=False), list), "both come back on the same ports"
+        last = asyncio.ensure_future(call(topology, is_streamed=False))
+        await asyncio.sleep(0.3)
+        processes.signal("d0.1", signal.SIGTERM)
+        assert isinstance(await last, list), "a node that is told to end has its instance drain"
+        assert [await asyncio.to_thread(processes.wait, name) for name in ("d0", "d0.1")] == [1, 0]
+        assert left_of(processes, "d0", "d0.1") == []
         processes.signal("p0")
         assert await asyncio.to_thread(processes.wait, "p0.1") == 1
         assert "the driver of p0 at localhost:" in processes.log("p0.1") and "has been silent" in processes.log("p0.1")

@@ -42,6 +42,15 @@ def test_neighbouring_cores_by_the_place_on_the_node(bound: list[list[int]]) -> 
     assert bound == 2 * [[1, 3, 5], [7, 9, 11], [13, 15, 17], [19, 21, 23]]
 
 
+def test_instances_that_share_a_machine_do_not_share_cores(bound: list[list[int]]) -> None:
+    shared = [replace(spec, instance=replace(spec.instance, ranks_before=(0, 2))) for spec in ranks(cores=2)]
+    for spec in shared:
+        bind_to_cores(spec)
+    assert bound[4:] == [[9, 11], [13, 15], [17, 19], [21, 23]] and bound[0] == [1, 3]
+    with pytest.raises(ConfigError, match="4 ranks a node beside 2 of other instances need 18 cores, 12 are available"):
+        bind_to_cores(replace(shared[7], instance=replace(shared[7].instance, cores_per_device=3)))
+
+
 def test_nobody_is_bound_unless_it_is_asked_for(bound: list[list[int]]) -> None:
     for spec in ranks(cores=0):
         bind_to_cores(spec)

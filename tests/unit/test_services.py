@@ -119,6 +119,13 @@ def test_ranks_of_a_node_are_neighbours(cluster: Path) -> None:
     assert [(rank.node_rank, rank.local_rank) for rank in ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
+def test_ranks_of_other_instances_on_a_machine_come_first(cluster: Path) -> None:
+    shared = load(cluster, ["prefill.parallel.cp_size=2", f"decode.instances.0.nodes=[{D0}, {P1}]"])
+    assert [instance_spec(shared, name).ranks_before for name in ("p0", "d0")] == [(0, 0), (0, 2)]
+    apart = load(cluster, ["prefill.parallel.cp_size=2"])
+    assert instance_spec(shared, "d0").config_digest == instance_spec(apart, "d0").config_digest
+
+
 def test_only_instances_over_several_nodes_have_a_port_for_them(cluster: Path) -> None:
     config = load(cluster)
     assert {use.port for use in ports_of_node(config, D0)} == set(range(31000, 31007))
