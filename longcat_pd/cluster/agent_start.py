@@ -24,6 +24,7 @@ DECISION_S = 900.0  # until all machines of a cluster have told what stands agai
 LOOK_S = 0.5  # between two looks at /ready and the logs; the end of a process is noticed at once
 FAILED_DRAIN_S = 5.0  # what never served has nothing to finish
 LAST_LINES = 25
+_TREE = Path(__file__).parents[2]
 
 Say = Callable[[Event], None]
 
@@ -38,7 +39,8 @@ def start(job: Job, orders: Orders, say: Say) -> None:
             kill_sessions(before.processes)  # left behind by processes that died
         findings = () if alive else tuple(agent_checks.findings(job, folder))
         names = named((process.name, process.pid) for process in alive)
-        say(Event(found=Found(is_recorded=before is not None, alive=names, findings=findings)))
+        found = Found(is_recorded=before is not None, alive=names, findings=findings, code=_TREE.name)
+        say(Event(found=found))
         order = orders.next(DECISION_S)
         if order is None or order.verb != "go" or alive or findings:
             return
@@ -61,7 +63,7 @@ def _launch_all(job: Job, folder: RunFolder, *, children: Children, say: Say) ->
         drain_s=job.drain_s,
         ports=job.ports,
         processes=(),
-        tree=str(Path(__file__).parents[2]),
+        tree=str(_TREE),
     )
     for service in job.services:
         log = Path(job.logs) / f"{service.name}.log"

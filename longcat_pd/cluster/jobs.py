@@ -57,13 +57,17 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """First answer of ``start`` and ``stop``: what runs, as ``name (pid n)``, and what stands against a start."""
+    """First answer of ``start`` and ``stop``: what runs, as ``name (pid n)``, and what stands against a start.
+
+    ``code``: the release that services would run.
+    """
 
     is_recorded: bool
     alive: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     findings: tuple[str, ...] = ()
     drain_s: float = 0.0
+    code: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

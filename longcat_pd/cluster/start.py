@@ -124,6 +124,10 @@ def _refuse_what_cannot_work(cluster: Cluster, sessions: Sessions) -> None:
     silent = [session for session in sessions.all if session not in found]
     findings = [(session.machine.name, session.refusal or session.problem or "") for session in silent]
     findings += [(session.machine.name, line) for session, answer in found.items() for line in answer.findings]
+    codes = dict.fromkeys(answer.code for answer in found.values())
+    if len(codes) > 1:  # none of them is the right one
+        text = "the code differs between machines: run 'run_pd.sh code'"
+        findings += [(session.machine.name, f"{text}; release {answer.code} here") for session, answer in found.items()]
     refuse_if_any(grouped(findings, is_alone=is_alone))
 
 

@@ -229,6 +229,14 @@ def test_what_all_machines_have_against_a_start_comes_at_once(rig: Rig) -> None:
     assert rig.pids() == {}
 
     (rig.folder / P0 / "current").unlink()
+    (rig.folder / P0 / "bb22").mkdir()
+    (rig.folder / P0 / "bb22" / "longcat_pd").symlink_to(ROOT / "longcat_pd")
+    (rig.folder / P0 / "current").symlink_to("bb22")
+    assert rig("start") == 2
+    differs = "the code differs between machines: run 'run_pd.sh code'; release"
+    assert f"error: {P0}: {differs} bb22 here" in rig.err and f"error: {D0}, {D1}: {differs} {ROOT.name} here" in rig.err
+
+    (rig.folder / P0 / "current").unlink()
     assert rig("start") == 2
     assert f"error: {P0}: no code in {rig.folder}/{P0}/current; run 'run_pd.sh code' first" in rig.err
 
@@ -294,6 +302,17 @@ def test_ctrl_c_ends_what_was_started(rig: Rig) -> None:
     starting.send_signal(signal.SIGINT)
     assert rig.end(starting) == 1
     assert "interrupted: stopping what was started" in rig.out
+    assert rig.pids() == {}
+
+
+def test_a_start_that_nobody_listens_to_is_no_success(rig: Rig) -> None:
+    rig.scripts["balancer"] = WAITS
+    starting = rig.begin("start")
+    assert starting.stdout is not None
+    starting.stdout.close()
+    assert starting.wait(90) == 1
+    assert starting.stderr is not None
+    starting.stderr.close()
     assert rig.pids() == {}
 
 
