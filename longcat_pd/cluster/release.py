@@ -23,12 +23,20 @@ from longcat_pd.config.schema import ClusterConfig
 
 _SCRIPT = Path(__file__).parent / "node" / "code.sh"
 _ASK_S, _COMPARE_S, _COPY_S, _INSTALL_S = 60.0, 300.0, 900.0, 3600.0
+_OTHERS_INSTALL_S = 600  # until one that was left alone has ended
 _SILENT_S = 60  # of rsync, after which the link is given up
 _LINK_STATUSES = (10, 12, 30, 35, 255)  # of rsync: socket, protocol stream, silence, connection, its ssh
 _FILE_STATUS = 11  # of rsync: reading or writing files
 _KIB, _MIB = 1 << 10, 1 << 20
 _EXTRAS = MappingProxyType({"npu": "npu"})  # of pyproject.toml, by device
-_INSTALL = 'set -eu; extra="$2"; . "$1/deploy/venv.sh"'
+# What installs goes on when its session is lost, so the next one waits for it.
+_INSTALL = """\
+set -eu
+extra="$2"
+exec 8>"$1/../.install"
+flock -w "$3" 8 || { echo "another installation is at work in $1" >&2; exit 1; }
+. "$1/deploy/venv.sh"
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +99,9 @@ class NodeCode:
         """The interpreter and its packages: made in the release, or only looked at where ``hosts.python`` names one."""
         if not self.config.hosts.python:
             extra = _EXTRAS.get(self.config.device, "cpu")
-            done = self.shell.run(["bash", "-c", _INSTALL, "bash", self.release, extra], timeout_s=_INSTALL_S)
+            done = self.shell.run(
+                ["bash", "-c", _INSTALL, "bash", self.release, extra, f"{_OTHERS_INSTALL_S}"], timeout_s=_INSTALL_S
+            )
             if done.status:
                 raise StepFailed(self.shell.node, f"no environment: {_words(done)}")
         pyproject = (self.tree.root / "pyproject.toml").read_text(encoding="utf-8")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from longcat_pd.cluster import release as release_module
 from longcat_pd.cluster.code import distribute
 from longcat_pd.cluster.release import NodeCode
 from longcat_pd.cluster.tree import tree_of
@@ -227,7 +228,7 @@ def test_packages_that_are_missing_are_listed(
 
 
 def test_without_hosts_python_each_release_makes_its_own_environment(
-    hosts: Hosts, root: Path, code: Distribute, capsys: pytest.CaptureFixture[str]
+    hosts: Hosts, root: Path, code: Distribute, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (root / "deploy").mkdir()
     made = 'root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"; mkdir -p "$root/.venv/bin"\n'
@@ -243,6 +244,10 @@ def test_without_hosts_python_each_release_makes_its_own_environment(
     assert hosts.exec(1, f"cat {place(hosts)}/current/.venv/extra") == "cpu\n"
     assert code("hosts.python=''") == 0, "an environment does not make a release a damaged one"
     assert capsys.readouterr().out.count("was there already") == 4
+    monkeypatch.setattr(release_module, "_OTHERS_INSTALL_S", 1)
+    hosts.exec(1, f"flock {place(hosts)}/releases/.install sleep 30 >/dev/null 2>&1 </dev/null & sleep 0.2")
+    assert code("hosts.python=''") == 1
+    assert f"{hosts.address(1)}: no environment: another installation is at work in" in capsys.readouterr().err
 
 
 def test_names_that_tools_could_misread_arrive(hosts: Hosts, root: Path, code: Distribute) -> None:
