@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except BrokenPipeError:  # whoever read has seen enough; the interpreter must not try again at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OK if verb.main in (look.status, look.logs, doctor.main) else EXIT_FAILED
+        return EXIT_OK if options.verb in ("status", "logs", "doctor") else EXIT_FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
