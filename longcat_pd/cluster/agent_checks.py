@@ -26,6 +26,7 @@ def findings(job: Job, folder: RunFolder) -> Iterator[str]:
         if not os.access(file, os.R_OK):
             yield f"hosts.setup_files: {file} is not there or cannot be read"
     yield from _log_findings(job, folder)
+    yield from folder_findings(job.logs)
     try:
         cluster = load(folder.config)
     except ConfigError as error:
@@ -36,10 +37,17 @@ def findings(job: Job, folder: RunFolder) -> Iterator[str]:
     if any(service.kind != BALANCER for service in job.services):
         yield from _weights_findings(cluster)
         yield from _memory_findings(cluster, job)
+
+
+def folder_findings(logs: str) -> Iterator[str]:
+    """Makes the folder of logs, and says what stands against writing there."""
     try:
-        Path(job.logs).mkdir(parents=True, exist_ok=True)
+        Path(logs).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        yield f"log_dir={job.logs}: cannot be made: {error.strerror}"
+        yield f"log_dir={logs}: cannot be made: {error.strerror}"
+        return
+    if not os.access(logs, os.W_OK | os.X_OK):
+        yield f"log_dir={logs}: nothing can be written there"
 
 
 def _log_findings(job: Job, folder: RunFolder) -> Iterator[str]:

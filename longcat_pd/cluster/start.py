@@ -198,10 +198,13 @@ def _clean(cluster: Cluster, sessions: Sessions) -> None:
     left = [session.machine for session in sessions.all if session not in stopped]
     answers = {session.machine: answer for session, answer in stopped.items()}
     stop.report(cluster, answers, is_all=not left)
-    if left:
-        stop.stop(cluster, left, timeout_s=0.0)
-    else:
+    if not left:
         cluster.memory.clear()
+        return
+    try:
+        stop.stop(cluster, left, timeout_s=0.0)
+    except ConfigError as error:  # the agent of a session that is lost is still at work there, and will end alone
+        complain("\n".join(f"error: {line}" for line in error.message.splitlines()))
 
 
 def _curl(url: str, key_file: str | None) -> str:

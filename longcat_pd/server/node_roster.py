@@ -13,6 +13,7 @@ from longcat_pd.errors import ConfigError, LongcatError, RankLost
 from longcat_pd.log import logger
 from longcat_pd.server.node_records import GONE_S, NODES_COME_S, NodeHello, Rejected, node_title, silence_limit_s
 
+_MOST_SHOWN = 80
 _DIFFERENCES = {
     "instance": "belongs to another instance",
     "configuration": "reads another configuration",
@@ -121,7 +122,8 @@ class NodeRoster:
         for name, difference in _DIFFERENCES.items():
             if said[name] != ours[name]:
                 title = node_title(self._spec, hello.node)
-                return f"{title} {difference}: {said[name]}, the driver {ours[name]}"
+                shown = str(said[name])[:_MOST_SHOWN]  # anybody can connect
+                return f"{title} {difference}: {shown}, the driver {ours[name]}"
         return ""
 
     def _rival(self, entry: NodeEntry, identity: bytes, now: float) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +37,14 @@ def test_a_name_that_is_another_machine_to_others(
 
 def test_an_address_is_what_it_says() -> None:
     assert list(agent_checks.address_findings(["127.0.0.1"])) == [], "whether it may be used is config's to say"
+
+
+def test_logs_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a disk that is mounted to be read."""
+    logs = tmp_path / "logs"
+    assert list(agent_checks.folder_findings(str(logs))) == [] and logs.is_dir()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert list(agent_checks.folder_findings(str(logs))) == [f"log_dir={logs}: nothing can be written there"]
+    (tmp_path / "file").write_text("")
+    (line,) = agent_checks.folder_findings(str(tmp_path / "file" / "logs"))
+    assert line.startswith(f"log_dir={tmp_path}/file/logs: cannot be made: ")

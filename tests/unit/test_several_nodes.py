@@ -187,6 +187,10 @@ async def test_a_node_that_does_not_come_is_named() -> None:
     "said, reason",
     [
         ({"configuration": "c2"}, "node 1 (10.0.0.2) of p0 reads another configuration: c2, the driver c1"),
+        (
+            {"configuration": "x" * 10_000_000},
+            f"node 1 (10.0.0.2) of p0 reads another configuration: {'x' * 80}, the driver c1",
+        ),
         ({"code_version": "0.9"}, "node 1 (10.0.0.2) of p0 has another code version: 0.9, the driver 1.0"),
         ({"model_digest": "m2"}, "node 1 (10.0.0.2) of p0 has another checkpoint: m2, the driver m1"),
         ({"instance": "p1"}, "node 1 (10.0.0.2) of p0 belongs to another instance: p1, the driver p0"),
