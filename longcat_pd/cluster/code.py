@@ -67,6 +67,8 @@ def distribute(root: Path, config_file: Path, *, overrides: Sequence[str], graph
         if looked.faults:
             return _refuse(looked)
         places = looked.results
+        if not config.hosts.python:
+            say("an environment is made on each machine where the release has none yet, which takes minutes")
         fetched = everywhere(nodes, lambda node: _fetch(node, places[node.shell.node], graphs=graphs))
         _show(fetched)
         return _refuse(fetched) if fetched.faults else _switch(nodes, places)

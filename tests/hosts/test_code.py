@@ -241,6 +241,7 @@ def test_without_hosts_python_each_release_makes_its_own_environment(
     assert currents(hosts) == ["none"] * 4
     (root / "deploy" / "venv.sh").write_text(made + link)
     assert code("hosts.python=''") == 0
+    assert "an environment is made on each machine" in capsys.readouterr().out
     assert hosts.exec(1, f"cat {place(hosts)}/current/.venv/extra") == "cpu\n"
     assert code("hosts.python=''") == 0, "an environment does not make a release a damaged one"
     assert capsys.readouterr().out.count("was there already") == 4
