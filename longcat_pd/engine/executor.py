@@ -8,12 +8,13 @@ torch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from longcat_pd.clock import HEARTBEAT_S, Clock
 from longcat_pd.config.schema import EngineConfig, InstanceSpec, RankSpec
+from longcat_pd.engine.background import Background
 from longcat_pd.engine.plan import (
     Heartbeat,
     PlanMessage,
@@ -141,7 +142,7 @@ class ProcessExecutor:
         self._on_closed: OnClosed = _ignore
         self._on_failure: OnFailure = _ignore
         self._sockets: list[AsyncSocket] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background(self._defect)
 
     async def start(self, on_closed: OnClosed, on_failure: OnFailure) -> Ready:
         """Bind, start the processes, wait for all.
@@ -156,13 +157,13 @@ class ProcessExecutor:
             raise ConfigError(f"cannot listen: {error}") from error
         self._on_closed, self._on_failure = on_closed, on_failure
         await self._processes.start(self._exited, self._fail)
-        self._keep(self._hear_arrivals(self._sockets[0]))
-        self._keep(self._hear_messages(self._sockets[1]))
+        self._background.keep(self._hear_arrivals(self._sockets[0]))
+        self._background.keep(self._hear_messages(self._sockets[1]))
         await self._come_up()
         if self._failure is not None:
             await self.close()
             raise self._failure
-        self._keep(self._watch())
+        self._background.keep(self._watch())
         return tuple(rank.ready for rank in self._roster.ranks if rank.ready is not None)
 
     def submit(self, plan: StepPlan) -> asyncio.Future[tuple[StepOutput, ...]]:
@@ -199,9 +200,7 @@ class ProcessExecutor:
                 except Unsendable:
                     logger().debug("stop_not_sent", rank=rank.number)
         await self._processes.stop(grace_s)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.cancel()
         self._close_sockets()
 
     async def _come_up(self) -> None:
@@ -260,7 +259,7 @@ class ProcessExecutor:
         if output.fault is not None:
             logger().error("rank_fault", rank=output.rank, step_id=output.step_id, fault=output.fault)
             self._roster.ranks[output.rank].fault = output.fault
-            self._keep(self._judge_end())
+            self._background.keep(self._judge_end())
             return
         step = self._steps.get(output.step_id)
         if step is None or output.rank in step.outputs:
@@ -285,7 +284,7 @@ class ProcessExecutor:
         if status < 0:  # ended by a signal: there are no last words, and the others only complain of its absence
             self._judge()
         else:
-            self._keep(self._judge_end())
+            self._background.keep(self._judge_end())
 
     async def _judge_end(self) -> None:
         await self._clock.sleep(LAST_WORDS_S)
@@ -343,14 +342,6 @@ class ProcessExecutor:
         for step in steps.values():
             step.future.set_exception(error)
 
-    def _keep(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            logger().error("executor_fault", exc_info=error)
-            self._fail(EngineFault("the driver's side of the ranks failed"))
+    def _defect(self, error: BaseException) -> None:
+        logger().error("executor_fault", exc_info=error)
+        self._fail(EngineFault("the driver's side of the ranks failed"))

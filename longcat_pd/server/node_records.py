@@ -15,6 +15,7 @@ from longcat_pd.clock import HEARTBEAT_S, RANK_SILENT_S, Clock
 from longcat_pd.config.checks import NODES_PORT
 from longcat_pd.config.schema import InstanceSpec
 from longcat_pd.kv_transfer.messages import Hello
+from longcat_pd.server.launch import KILL_LIMIT_S
 from longcat_pd.wire import Codec, tcp, to_json
 
 NODES_COME_S = 240.0  # the driver waits so long for all nodes, which may have to fetch an image or read a slow disk first
@@ -22,6 +23,7 @@ DRIVER_ANSWERS_S = 300.0  # a node for the driver, which may have been started l
 REFUSAL_S = 10.0  # and for saying that it cannot take part
 GONE_S = 3.0  # silence of a node whose connection has ended: time to come back after a fault of the network
 STOP_MARGIN_S = 30.0  # behind the driver's drain, for its end
+NODES_END_S = KILL_LIMIT_S + 2.0  # behind the grace of a stop: until ranks were killed, and for a node's last words
 LINGER_S = 1.0  # for the last words of either side
 
 

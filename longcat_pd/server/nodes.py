@@ -7,19 +7,20 @@ is told. Ranks begin when all nodes are there, because they meet each other with
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from longcat_pd import log
 from longcat_pd.clock import Clock
 from longcat_pd.config.schema import InstanceSpec
+from longcat_pd.engine.background import Background
 from longcat_pd.engine.executor import OnExit, OnFailure, RankProcesses
 from longcat_pd.errors import ConfigError, EngineFault, LongcatError, RankLost
-from longcat_pd.server.launch import KILL_LIMIT_S
 from longcat_pd.server.node_records import (
     FROM_DRIVER,
     FROM_NODE,
     NODES_COME_S,
+    NODES_END_S,
     DriverBeat,
     DumpStacks,
     EndWanted,
@@ -38,8 +39,6 @@ from longcat_pd.server.node_records import (
 from longcat_pd.server.node_roster import NodeEntry, NodeRoster
 from longcat_pd.server.run import STATUS_FAULT, STATUS_OK, STATUS_REFUSED
 from longcat_pd.wire import MalformedRecord, Unsendable
-
-LAST_WORDS_S = 2.0  # of nodes, behind the end of their ranks
 
 
 class OwnRanks(RankProcesses, Protocol):
@@ -80,7 +79,7 @@ class SeveralNodes:
         self._clock = clock
         self._roster = NodeRoster(spec, ours, clock.now())
         self._socket: Socket | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background(self._defect)
         self._all_here = asyncio.Event()
         self._refusal: LongcatError | None = None  # why the ranks will not begin
         self._all_left: asyncio.Event | None = None  # once it is stopping
@@ -99,8 +98,8 @@ class SeveralNodes:
             self._socket = self._listen()
         except OSError as error:
             raise ConfigError(f"cannot listen for further nodes: {error}") from error
-        self._keep(self._hear(self._socket))
-        self._keep(self._watch())
+        self._background.keep(self._hear(self._socket))
+        self._background.keep(self._watch())
         try:
             await self._own.prepare()
             await self._all_come()
@@ -136,7 +135,7 @@ class SeveralNodes:
         for entry in self._roster.present():
             self._send(entry, StopRanks(grace_s=grace_s, status=self._status))
         self._see_who_is_here()
-        until = self._clock.now() + grace_s + KILL_LIMIT_S + LAST_WORDS_S
+        until = self._clock.now() + grace_s + NODES_END_S
         try:
             await self._own.stop(grace_s)
             await self._clock.within(until - self._clock.now(), self._all_left.wait())
@@ -144,9 +143,7 @@ class SeveralNodes:
             left = [entry.number for entry in self._roster.present()]
             log.logger().warning("left_behind", instance=self._spec.name, node=left)
         finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._background.cancel()
             if self._socket is not None:
                 self._socket.close()
                 self._socket = None
@@ -259,17 +256,9 @@ class SeveralNodes:
             return False
         return True
 
-    def _keep(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            log.logger().error("nodes_fault", exc_info=error)
-            self._lose(EngineFault("the driver's side of its further nodes failed"))
+    def _defect(self, error: BaseException) -> None:
+        log.logger().error("nodes_fault", exc_info=error)
+        self._lose(EngineFault("the driver's side of its further nodes failed"))
 
 
 def _status_of(error: LongcatError) -> int:
