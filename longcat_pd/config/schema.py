@@ -108,6 +108,16 @@ class InstanceConfig:
         """Address of the driver: the first node."""
         return self.nodes[0]
 
+    @property
+    def url(self) -> str:
+        """Where the driver is found."""
+        return http_url(self.host, self.http_port)
+
+
+def http_url(host: str, port: int) -> str:
+    """Where a service that listens there is found."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PoolConfig:

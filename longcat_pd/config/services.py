@@ -13,7 +13,7 @@ from typing import Literal
 
 from longcat_pd.config.checks import PortUse, pools, port_uses
 from longcat_pd.config.node_checks import environment
-from longcat_pd.config.schema import ClusterConfig, InstanceConfig, PoolConfig, Role
+from longcat_pd.config.schema import ClusterConfig, InstanceConfig, PoolConfig, Role, http_url
 
 BALANCER = "balancer"
 
@@ -66,7 +66,7 @@ def balancer_url(config: ClusterConfig) -> str:
     """Where clients find the balancer: its node where it listens on every address of it."""
     balancer = config.load_balancer
     host = balancer.node if balancer.host in ("0.0.0.0", "::") else balancer.host
-    return f"http://{_in_url(host)}:{balancer.port}"
+    return http_url(host, balancer.port)
 
 
 def is_loopback(host: str) -> bool:
@@ -104,11 +104,7 @@ def _of_instance(
             kind="ranks" if place else "driver",
             node=node,
             arguments=("-m", f"longcat_pd.{role}_worker", "--instance", instance.name, *further),
-            url="" if place else f"http://{_in_url(instance.host)}:{instance.http_port}",
+            url="" if place else instance.url,
             key=key,
             env=env,
         )
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

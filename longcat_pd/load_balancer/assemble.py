@@ -32,10 +32,8 @@ def targets_of(cluster: ClusterConfig) -> tuple[Target, ...]:
         if role == "standalone":
             continue
         for instance in pool.instances:
-            host = f"[{instance.host}]" if ":" in instance.host else instance.host
-            url = f"http://{host}:{instance.http_port}"
             digest = instance_spec(cluster, instance.name).config_digest
-            found.append(Target(name=instance.name, role=role, url=url, config_digest=digest))
+            found.append(Target(name=instance.name, role=role, url=instance.url, config_digest=digest))
     return tuple(found)
 
 
