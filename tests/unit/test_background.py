@@ -33,7 +33,7 @@ async def test_what_is_cancelled_has_ended_and_is_no_defect() -> None:
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.05)
             ended.append("wait")
 
     background.keep(wait())
