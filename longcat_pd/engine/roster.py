@@ -32,9 +32,12 @@ class RankState:
 
 @dataclass
 class RankEntry:
-    """One rank. ``fault``: its own last words; ``status``: of its process, when that has ended."""
+    """One rank. ``title``: with its machine if there are several; ``fault``: its own last words; ``status``: of its
+    process, when that has ended.
+    """
 
     number: int
+    title: str
     identity: bytes
     heard_at: float
     accounts: RankAccounts
@@ -50,7 +53,7 @@ class Roster:
     """The ranks of one instance, by number."""
 
     def __init__(self, specs: Sequence[RankSpec], now: float) -> None:
-        self.ranks = tuple(RankEntry(s.rank, s.identity, now, RankAccounts(rank=s.rank)) for s in specs)
+        self.ranks = tuple(RankEntry(s.rank, _title(s), s.identity, now, RankAccounts(rank=s.rank)) for s in specs)
         self._by_identity = {rank.identity: rank for rank in self.ranks}
 
     def __len__(self) -> int:
@@ -95,9 +98,9 @@ class Roster:
         if refused:
             return ConfigError(str(refused[0].fault))
         if mute:
-            return RankLost(f"rank {mute[0].number} ended with status {mute[0].status}")
+            return RankLost(f"{mute[0].title} ended with status {mute[0].status}")
         if failed and (is_up or all(rank.status is not None for rank in failed)):
-            return EngineFault(f"rank {failed[0].number} failed")
+            return EngineFault(f"{failed[0].title} failed")
         return None
 
     def all_heard_at(self, now: float) -> None:
@@ -119,5 +122,10 @@ class Roster:
                 logger().warning("rank_silent", rank=rank.number, seconds=silent_s)
             if silent_s > RANK_SILENT_S + lost_s:
                 rank.is_lost = True
-                return RankLost(f"rank {rank.number} has been silent for {silent_s:.0f} s")
+                return RankLost(f"{rank.title} has been silent for {silent_s:.0f} s")
         return None
+
+
+def _title(spec: RankSpec) -> str:
+    nodes = spec.instance.nodes
+    return f"rank {spec.rank} on {nodes[spec.node_rank]}" if len(nodes) > 1 else f"rank {spec.rank}"
