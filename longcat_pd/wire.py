@@ -18,7 +18,7 @@ import zmq
 
 R = TypeVar("R")
 
-WIRE_VERSION = 3  # raised whenever a record changes its meaning; must be equal in both pools
+WIRE_VERSION = 4  # raised whenever a record changes its meaning; must be equal in both pools
 
 Pattern = Literal["router", "dealer", "push", "pull"]
 

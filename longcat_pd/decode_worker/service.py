@@ -53,8 +53,9 @@ class DecodeService:
         self._metrics = metrics
 
     async def adopt(self, transfer: TransferRef, deadline: float, sampling: SamplingParams) -> Request:
-        """The request of an offer, with the sampling of this leg."""
-        incoming = await self._offers.expect(transfer.id, peer=transfer.peer, deadline=deadline)
+        """The request of an offer, with the sampling of this leg. Both go on behind the same ids of an answer."""
+        said = sampling.num_said
+        incoming = await self._offers.expect(transfer.id, peer=transfer.peer, deadline=deadline, num_said=said)
         offer = incoming.offer
         return Request(
             request_id=offer.request_id,

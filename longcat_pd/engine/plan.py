@@ -22,7 +22,8 @@ Phase = Literal["prefill", "decode"]
 class SlotSampling:
     """What a rank's sampler needs of SamplingParams.
 
-    ``ends``: the ids that are not drawn before ``min_tokens`` are generated.
+    ``ends``: the ids that are not drawn before ``min_tokens`` are generated. ``num_said``: so many ids at the end of the
+    prompt belong to the answer.
     """
 
     temperature: float
@@ -39,6 +40,7 @@ class SlotSampling:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: str = ""
+    num_said: int = 0
 
     @property
     def has_edits(self) -> bool:

@@ -31,7 +31,8 @@ class SamplingParams:
     ``temperature`` 0 is arg-max; ``top_k`` 0 is off; ``num_logprobs`` None: no log-probs, n: those of the token and of the
     n best. ``seed`` and ``choice`` key every draw together with the position. ``min_p`` 0 is off; ``logit_bias``: ids and
     what is added to their logits. Fewer than ``min_tokens`` generated: no EOS and none of ``stop_token_ids``, also if EOS
-    would not stop. ``grammar``: what the answer has to be a text of, see ``grammar.py``; empty: anything.
+    would not stop. ``grammar``: what the answer has to be a text of, see ``grammar.py``; empty: anything. ``num_said``: so
+    many ids at the end of the prompt belong to the answer already; ``max_tokens`` and ``min_tokens`` count those to come.
     """
 
     temperature: float = 1.0
@@ -50,6 +51,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: str = ""
+    num_said: int = 0
 
     def __post_init__(self) -> None:
         checks = (
@@ -163,6 +165,16 @@ class Request:
     is_patient: bool = False
     on_room: Callable[[], None] = field(default=_nobody_waits, compare=False, repr=False)
     life: Life = field(default_factory=Life, compare=False, repr=False)
+
+    @property
+    def asked_token_ids(self) -> tuple[int, ...]:
+        """The prompt without what belongs to the answer."""
+        return self.prompt_token_ids[: len(self.prompt_token_ids) - self.sampling.num_said]
+
+    @property
+    def said_token_ids(self) -> tuple[int, ...]:
+        """What of the prompt belongs to the answer."""
+        return self.prompt_token_ids[len(self.prompt_token_ids) - self.sampling.num_said :]
 
 
 @dataclass(frozen=True, slots=True)

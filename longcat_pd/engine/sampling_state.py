@@ -55,7 +55,7 @@ class SamplingState(nn.Module):
 
     def seat(self, slot: int, state: SlotState) -> None:
         """A sequence is sampled from now on, behind the tokens that are known of it."""
-        rule = state.sampling
+        rule, answer_at = state.sampling, _answer_at(state)
         self.temperature[slot] = rule.temperature
         self.top_p[slot] = rule.top_p
         self.top_k[slot] = rule.top_k
@@ -67,7 +67,7 @@ class SamplingState(nn.Module):
         self.presence[slot] = rule.presence_penalty
         self.repetition[slot] = rule.repetition_penalty
         self.bias[slot].zero_()
-        self.grammars.seat(slot, rule.grammar, state.token_ids[state.prompt_len : state.num_tokens].tolist())
+        self.grammars.seat(slot, rule.grammar, state.token_ids[answer_at : state.num_tokens].tolist())
         if rule.has_edits:
             self._fill_tables(slot, state)
 
@@ -120,13 +120,13 @@ class SamplingState(nn.Module):
         )
 
     def _fill_tables(self, slot: int, state: SlotState) -> None:
-        rule, device = state.sampling, self.counts.device
+        rule, device, answer_at = state.sampling, self.counts.device, _answer_at(state)
         known = torch.from_numpy(state.token_ids[: state.num_tokens]).to(device)
-        said = known[state.prompt_len :]
+        said = known[answer_at:]
         self.counts[slot] = torch.bincount(said, minlength=self.counts.shape[1])
         flags = self.flags[slot]
         flags.zero_()
-        flags[known[: state.prompt_len]] = IN_PROMPT
+        flags[known[:answer_at]] = IN_PROMPT
         ends = torch.tensor(rule.ends, dtype=torch.int64, device=device)
         flags[ends] = flags[ends] | ENDS
         num = len(rule.logit_bias)
@@ -134,6 +134,11 @@ class SamplingState(nn.Module):
             ids, values = zip(*rule.logit_bias, strict=True)
             self.bias_ids[slot, :num] = torch.tensor(ids, device=device)
             self.bias[slot, :num] = torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def _answer_at(state: SlotState) -> int:
+    """The position of the answer's first token, which may be in the prompt."""
+    return state.prompt_len - state.sampling.num_said
 
 
 def _column(slots: Tensor, width: int, field: Tensor) -> Tensor:

@@ -296,6 +296,7 @@ def _for_slot(sampling: SamplingParams, eos_token_ids: frozenset[int]) -> SlotSa
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=sampling.logit_bias,
         grammar=sampling.grammar,
+        num_said=sampling.num_said,
     )
 
 

@@ -50,7 +50,8 @@ class Beat:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
     """P has room for this prompt. ``seed``, ``max_tokens`` and ``grammar`` are resolved by P, so that both sides use the
-    same."""
+    same. ``num_said``: so many ids at the end of the prompt belong to the answer, of which ``max_tokens`` are to come.
+    """
 
     transfer_id: str
     request_id: str
@@ -60,6 +61,7 @@ class Offer:
     seed: int
     deadline_ms: int
     grammar: str = ""
+    num_said: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -156,12 +156,12 @@ class Offers:
             await asyncio.wait(tasks)
             self._socket.close()
 
-    async def expect(self, transfer_id: str, *, peer: str, deadline: float) -> IncomingTransfer:
-        """The offer of this transfer, for its leg. Call ``take`` soon after.
+    async def expect(self, transfer_id: str, *, peer: str, deadline: float, num_said: int = 0) -> IncomingTransfer:
+        """The offer of this transfer, for its leg. Call ``take`` soon after. ``num_said``: as the leg has it.
 
         Raises:
             WorkerUnavailable: no such peer in the configuration.
-            TransferFailed: the offer does not come, or was ended already; DeadlineExceeded.
+            TransferFailed: the offer does not come, was ended already or goes on elsewhere in the answer; DeadlineExceeded.
         """
         there = self._peers.get(peer)
         if there is None:
@@ -177,6 +177,14 @@ class Offers:
             transfer = await self._wait_for_offer(transfer_id, peer, deadline)
         if transfer.is_taken:
             raise TransferFailed(f"transfer {transfer_id} has a leg already")
+        if transfer.offer.num_said != num_said:
+            error = TransferFailed(
+                f"transfer {transfer_id}: {peer} goes on behind {transfer.offer.num_said} ids of the answer, "
+                f"this leg behind {num_said}"
+            )
+            if transfer.error is None:
+                self._end(transfer, error)
+            raise error
         transfer.since = self._clock.now()
         transfer.has_leg(deadline)
         return transfer

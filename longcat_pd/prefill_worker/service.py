@@ -107,6 +107,7 @@ class PrefillService:
             token_ids=pack(request.prompt_token_ids),
             max_tokens=request.sampling.max_tokens,
             grammar=request.sampling.grammar,
+            num_said=request.sampling.num_said,
             seed=request.sampling.seed,
             deadline_ms=int(1000 * (request.deadline - self._now())),
         )

@@ -16,6 +16,7 @@ from longcat_pd.kv_transfer.hello import fingerprint
 from longcat_pd.kv_transfer.messages import Hello
 from longcat_pd.server.choice import CountedToken, Piece
 from longcat_pd.server.openai import Body, ChatBody
+from longcat_pd.server.resume import Origin, Resume
 from longcat_pd.server.tally import PromptTally
 
 _LOWEST = -9999.0  # stands for minus infinity, which JSON cannot say
@@ -84,6 +85,19 @@ class _Parts:
         return "".join(self.texts[name]) if name in self.texts else None
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step of the engine adds to an answer: the records to send, and the counted ids that they take.
+
+    Of an answer that is told as a whole, the ids come without records, and the record at last without ids. ``token_ids`` is
+    None for what follows the last token.
+    """
+
+    origin: Origin
+    records: tuple[dict[str, Any], ...] = ()
+    token_ids: tuple[int, ...] | None = None
+
+
 class AnswerForm:
     """The form of the answer to one body, streamed or whole. Call ``begin`` before anything else.
 
@@ -92,23 +106,40 @@ class AnswerForm:
         request_id: the answer's id is made of it.
         computed_by: the instances that compute it, whom ``system_fingerprint`` is made of.
         show: a token's text and bytes.
+        resume: how the answer began elsewhere; of a stream the beginning has been sent.
     """
 
-    def __init__(self, body: Body, request_id: str, *, computed_by: Sequence[Hello], show: ShowToken) -> None:
+    def __init__(
+        self,
+        body: Body,
+        request_id: str,
+        *,
+        computed_by: Sequence[Hello],
+        show: ShowToken,
+        resume: Resume | None = None,
+    ) -> None:
         self._body = body
         self._is_chat = isinstance(body, ChatBody)
         self._show = show
         self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{request_id}"
-        self._created = int(time.time())
+        self._created = int(time.time()) if resume is None else resume.created
         self._fingerprint = f"fp_{fingerprint(*computed_by)}"
         self._prompts: dict[int, Sequence[int]] = {}
-        self._told: set[int] = set()  # choices that the ids of their prompt have been sent with
+        self._seed = 0
+        # choices that the ids of their prompt have been sent with
+        self._told: set[int] = {0} if resume is not None and body.stream else set()
         self.usage = Usage()
 
     def begin(self, index: int, request: Request) -> None:
         """The prompt of a choice is known; called for each."""
-        self._prompts[index // self._body.n] = request.prompt_token_ids
+        self._prompts[index // self._body.n] = request.asked_token_ids
+        self._seed = request.sampling.seed
         self.usage.prompts.begin(index // self._body.n, request)
+
+    @property
+    def origin(self) -> Origin:
+        """What the answer began with, once its first prompt is known."""
+        return Origin(seed=self._seed, created=self._created, prompt_token_ids=self._prompts[0])
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
         """One chunk of a stream."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import secrets
 from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from longcat_pd.engine.request import Delta, FinishReason, TokenOutput
@@ -32,6 +32,7 @@ class Piece:
     """A step of one choice. ``delta`` has one field of the message, or none in the first and the last piece.
 
     ``tokens`` are the counted tokens since the piece before; the counts run. ``finish_reason`` is on the last piece.
+    ``ends_step``: of all pieces that the same tokens made, this is the last one.
     """
 
     index: int
@@ -41,6 +42,12 @@ class Piece:
     num_reasoning_tokens: int
     finish_reason: str | None = None
     matched_stop: str | int | None = None
+    ends_step: bool = False
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The ids of its tokens."""
+        return tuple(token.output.token_id for token in self.tokens)
 
 
 class ChoiceText:
@@ -104,7 +111,18 @@ class ChoiceText:
         pieces += [self._piece(d) for d in _joined(deltas)]
         if self.is_finished:
             pieces.append(self._piece({}, is_last=True))
+        if pieces:
+            pieces[-1] = replace(pieces[-1], ends_step=True)
         return pieces
+
+    def replay(self, token_ids: Iterable[int], *, were_sent: bool) -> list[Piece]:
+        """Read what was generated elsewhere, before anything else. ``were_sent``: with all that came of it; then only the
+        last piece is left, if the answer is finished by that."""
+        pieces = self.push(Delta(tuple(map(TokenOutput, token_ids))))
+        if not were_sent:
+            return pieces
+        self._pending = []
+        return [replace(pieces[-1], tokens=())] if self.is_finished else []
 
     def _opening(self, *, has_text: bool) -> list[Piece]:
         """The first token shows at once: by the role, or by an empty text where none is released yet."""

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from typing import Any
 
 from longcat_pd.metrics import RequestMetrics
-from longcat_pd.server.answers import AnswerForm
+from longcat_pd.server.answers import AnswerForm, Step
 from longcat_pd.server.constraint import Constraints
 from longcat_pd.server.gate import Gate
 from longcat_pd.server.openai import Body, read_body
@@ -80,14 +80,35 @@ class Face:
         async with aclosing(self._running.pieces(body, call, self._prompts(), begin=form.begin)) as pieces:
             return form.whole([piece async for piece in pieces])
 
-    async def chunks(self, body: Body, call: Call) -> AsyncGenerator[dict[str, Any], None]:
+    async def chunks(self, body: Body, call: Call) -> AsyncGenerator[Step, None]:
         """The chunks of a stream, the first not before the first token. Raises LongcatError."""
         form = self._form(body, call)
+        chunks: list[dict[str, Any]] = []
+        token_ids: list[int] = []
         async with aclosing(self._running.pieces(body, call, self._prompts(), begin=form.begin)) as pieces:
             async for piece in pieces:
-                yield form.chunk(piece)
+                chunks.append(form.chunk(piece))
+                token_ids += piece.token_ids
+                if piece.ends_step:
+                    yield Step(form.origin, tuple(chunks), tuple(token_ids))
+                    chunks, token_ids = [], []
         if body.include_usage:
-            yield form.usage_chunk()
+            yield Step(form.origin, (form.usage_chunk(),))
+
+    async def answer_in_steps(self, body: Body, call: Call) -> AsyncGenerator[Step, None]:
+        """The whole answer at last, and before it the ids that it is made of, but for those of its last step: nothing goes
+        on behind them. Raises LongcatError."""
+        form = self._form(body, call)
+        kept = []
+        token_ids: list[int] = []
+        async with aclosing(self._running.pieces(body, call, self._prompts(), begin=form.begin)) as pieces:
+            async for piece in pieces:
+                kept.append(piece)
+                token_ids += piece.token_ids
+                if piece.ends_step and piece.finish_reason is None:
+                    yield Step(form.origin, token_ids=tuple(token_ids))
+                    token_ids = []
+        yield Step(form.origin, (form.whole(kept),))
 
     async def prefilled(self, body: Body, call: Call) -> dict[str, Any]:
         """A prefill leg's answer, after the hand-overs of all choices are acknowledged. Raises LongcatError."""
@@ -106,4 +127,5 @@ class Face:
     def _form(self, body: Body, call: Call) -> AnswerForm:
         peer = None if call.transfer is None else call.transfer.peer
         computed_by = self._service.computed_by(peer)
-        return AnswerForm(body, call.request_id, computed_by=computed_by, show=self._text.token_text)
+        show = self._text.token_text
+        return AnswerForm(body, call.request_id, computed_by=computed_by, show=show, resume=call.resume)

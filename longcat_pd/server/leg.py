@@ -13,18 +13,26 @@ TRANSFER_ID = "X-Longcat-Transfer-Id"
 PEER = "X-Longcat-Peer"
 DEADLINE_MS = "X-Longcat-Deadline-Ms"
 ATTEMPT = "X-Longcat-Attempt"
+FAILOVER = "X-Longcat-Failover"
 
 _ID = re.compile(r"[0-9a-f]{32}")
 _NUMBER = re.compile(r"[0-9]{1,12}")
+_FAILOVER = re.compile("ids|resume|")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leg:
-    """What a leg says of the hand-over it belongs to."""
+    """What a leg says of the hand-over it belongs to.
+
+    ``tells_ids``: the answer may have to go on elsewhere, so its ids are told beside it. ``is_resumed``: it began
+    elsewhere.
+    """
 
     transfer: TransferRef
     time_left_s: float
     attempt: int
+    tells_ids: bool = False
+    is_resumed: bool = False
 
 
 def read_leg(headers: Mapping[str, str], *, front: str) -> Leg:
@@ -39,12 +47,14 @@ def read_leg(headers: Mapping[str, str], *, front: str) -> Leg:
                 param=name,
             )
         values[name] = value
-    values[ATTEMPT] = headers.get(ATTEMPT, "1")
-    for name, form in ((TRANSFER_ID, _ID), (DEADLINE_MS, _NUMBER), (ATTEMPT, _NUMBER)):
+    values |= {ATTEMPT: headers.get(ATTEMPT, "1"), FAILOVER: headers.get(FAILOVER, "")}
+    for name, form in ((TRANSFER_ID, _ID), (DEADLINE_MS, _NUMBER), (ATTEMPT, _NUMBER), (FAILOVER, _FAILOVER)):
         if not form.fullmatch(values[name]):
             raise InvalidRequest(f"{name} = {values[name][:40]!r} is malformed", param=name)
     return Leg(
         transfer=TransferRef(id=values[TRANSFER_ID], peer=values[PEER]),
         time_left_s=int(values[DEADLINE_MS]) / 1000,
         attempt=int(values[ATTEMPT]),
+        tells_ids=values[FAILOVER] == "ids",
+        is_resumed=values[FAILOVER] == "resume",
     )

@@ -20,6 +20,7 @@ from longcat_pd.errors import InvalidRequest
 from longcat_pd.server.fields import out_of_range
 from longcat_pd.server.openai import Body, ChatBody
 from longcat_pd.server.prompts import Prompt
+from longcat_pd.server.resume import Resume
 from longcat_pd.server.sampling_defaults import SamplingDefaults
 from longcat_pd.server.service import Service
 from longcat_pd.server.text import TextProcessor
@@ -31,12 +32,21 @@ _LONG_TEXT = 4096  # characters; what is longer is encoded in a thread, for it w
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What surrounds one body: its name, its end on the service's clock, and the hand-over that it belongs to."""
+    """What surrounds one body: its name, its end on the service's clock, and the hand-over that it belongs to.
+
+    ``resume``: the answer began elsewhere; its only choice goes on here.
+    """
 
     request_id: str
     deadline: float
     transfer: TransferRef | None = None
     attempt: int = 1
+    resume: Resume | None = None
+
+    @property
+    def said_token_ids(self) -> tuple[int, ...]:
+        """The ids of the answer that it goes on behind."""
+        return () if self.resume is None else self.resume.token_ids
 
     def transfer_of(self, choice: int, num_choices: int) -> TransferRef | None:
         """The hand-over of one choice: several have one each."""
@@ -81,16 +91,27 @@ class Encoded:
         check_text(body, self._text)
         prompts = await self._prompts(body)
         limits = [self._max_tokens(body, len(ids), path) for ids, path in prompts]
+        if call.resume is not None:
+            self._check_resumed(call.resume, prompts[0][0], limits[0])
+        said = call.said_token_ids
         grammar = await self._grammar(body, prompts[0][0])
-        seed = secrets.randbits(63) if body.seed is None else body.seed
+        seed = _seed_of(body, call)
 
         async def request_of(index: int) -> Request:
             prompt, choice = divmod(index, body.n)
             return Request(
                 request_id=call.request_id,
-                prompt_token_ids=prompts[prompt][0],
+                prompt_token_ids=prompts[prompt][0] + said,
                 sampling=replace(
-                    sampling_of(body, self._defaults, choice=choice, max_tokens=limits[prompt], seed=seed), grammar=grammar
+                    sampling_of(
+                        body,
+                        self._defaults,
+                        choice=choice,
+                        max_tokens=limits[prompt] - len(said),
+                        seed=seed,
+                        num_said=len(said),
+                    ),
+                    grammar=grammar,
                 ),
                 deadline=call.deadline,
                 transfer=call.transfer_of(index, body.num_choices),
@@ -138,6 +159,14 @@ class Encoded:
         async with self._grammar_turn:
             return await asyncio.to_thread(self._grammar_of, body, ids)
 
+    def _check_resumed(self, resume: Resume, prompt: tuple[int, ...], max_tokens: int) -> None:
+        """Raise what forbids to go on: WorkerUnavailable for another prompt, InvalidRequest for ids that cannot be."""
+        resume.check_prompt(prompt)
+        self._text.check_ids(resume.token_ids, "resume.token_ids")
+        if len(resume.token_ids) >= max_tokens:
+            message = f"resume.token_ids has {len(resume.token_ids)} ids: of {max_tokens} tokens none is to come"
+            raise InvalidRequest(message, param="resume.token_ids")
+
     def _max_tokens(self, body: Body, num_prompt: int, path: str) -> int:
         room = self._max_model_len - num_prompt
         wanted = body.max_tokens
@@ -165,19 +194,25 @@ class Adopted:
     async def open(self, body: Body, call: Call) -> RequestOf:
         """As PromptSource."""
         check_text(body, self._text)
+        self._text.check_ids(call.said_token_ids, "resume.token_ids")
+        num_said = len(call.said_token_ids)
 
         async def request_of(index: int) -> Request:
             transfer = call.transfer_of(index, body.num_choices)
             assert transfer is not None, "the route demands the headers of a hand-over"
             at_least = max(body.max_tokens or 1, body.min_tokens)
-            sampling = sampling_of(body, self._defaults, choice=index % body.n, max_tokens=at_least, seed=0)
+            sampling = sampling_of(
+                body, self._defaults, choice=index % body.n, max_tokens=at_least, seed=0, num_said=num_said
+            )
             return replace(await self._service.adopt(transfer, call.deadline, sampling), priority=body.priority)
 
         return request_of
 
 
-def sampling_of(body: Body, defaults: SamplingDefaults, *, choice: int, max_tokens: int, seed: int) -> SamplingParams:
-    """How one choice is sampled."""
+def sampling_of(
+    body: Body, defaults: SamplingDefaults, *, choice: int, max_tokens: int, seed: int, num_said: int = 0
+) -> SamplingParams:
+    """How one choice is sampled behind ``num_said`` ids of it, with ``max_tokens`` to come."""
     return SamplingParams(
         temperature=defaults.temperature if body.temperature is None else body.temperature,
         top_p=defaults.top_p if body.top_p is None else body.top_p,
@@ -189,12 +224,19 @@ def sampling_of(body: Body, defaults: SamplingDefaults, *, choice: int, max_toke
         num_logprobs=body.num_logprobs,
         ignore_eos=body.ignore_eos,
         min_p=body.min_p,
-        min_tokens=body.min_tokens,
+        min_tokens=max(body.min_tokens - num_said, 0),
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         repetition_penalty=body.repetition_penalty,
         logit_bias=body.logit_bias,
+        num_said=num_said,
     )
+
+
+def _seed_of(body: Body, call: Call) -> int:
+    if call.resume is not None:
+        return call.resume.seed
+    return secrets.randbits(63) if body.seed is None else body.seed
 
 
 def check_text(body: Body, text: TextProcessor) -> None:

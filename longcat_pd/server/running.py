@@ -86,9 +86,10 @@ class Running:
     ) -> AsyncGenerator[Piece, None]:
         """The pieces of all choices, interleaved; ``begin`` is told of each request before. Raises LongcatError."""
         num_tokens: dict[int, int] = {}
+        num_said = len(call.said_token_ids)
         with self._gate.enter() as cuts, self._journal.request(call) as record:
             choices = _Choices(body, await prompts.open(body, call))
-            sources = [self._choice(choices, index) for index in range(body.num_choices)]
+            sources = [self._choice(choices, index, call) for index in range(body.num_choices)]
             async with aclosing(self._merged(sources, call, cuts=cuts, record=record)) as items:
                 async for item in items:
                     if isinstance(item, _Begun):
@@ -97,7 +98,7 @@ class Running:
                         continue
                     self._journal.token(record)
                     num_tokens[item.index] = item.num_tokens
-                    record.num_output = sum(num_tokens.values())
+                    record.num_output = sum(num_tokens.values()) - num_said
                     record.finish = item.finish_reason or record.finish
                     yield item
 
@@ -119,18 +120,22 @@ class Running:
         left = call.deadline - self._service.now()
         return merged(sources, time_left_s=left, cuts=cuts, on_leaving=lambda: self._journal.leaving(record))
 
-    async def _choice(self, choices: _Choices, index: int) -> AsyncGenerator[_Begun | Piece, None]:
+    async def _choice(self, choices: _Choices, index: int, call: Call) -> AsyncGenerator[_Begun | Piece, None]:
         begun = await choices.begin(index)
         yield begun
-        choice = self._reader_of(choices.body, begun.request.prompt_token_ids, index)
+        choice = self._reader_of(choices.body, begun.request.asked_token_ids, index)
         pieces: list[Piece] = []
-        async with aclosing(self._service.generate(begun.request)) as deltas:
+        if call.resume is not None:  # a stream has been told what came of these ids
+            pieces = choice.replay(begun.request.said_token_ids, were_sent=choices.body.stream)
+        source = _nothing() if choice.is_finished else self._service.generate(begun.request)
+        async with aclosing(source) as deltas:
             async for delta in deltas:
-                pieces = choice.push(delta)
+                pieces += choice.push(delta)
                 if choice.is_finished:
                     break  # also in mid-generation: closing the generator frees what it holds, before the client is told
                 for piece in pieces:
                     yield piece
+                pieces = []
         if not choice.is_finished:
             raise EngineFault("an answer ended without a reason")
         for piece in pieces:
@@ -142,3 +147,10 @@ class Running:
         async with aclosing(self._service.generate(begun.request)) as deltas:
             async for delta in deltas:
                 yield delta
+
+
+async def _nothing() -> AsyncGenerator[Delta, None]:
+    """What is generated behind an end."""
+    deltas: tuple[Delta, ...] = ()
+    for delta in deltas:
+        yield delta

@@ -14,7 +14,7 @@ class PromptTally:
 
     def begin(self, prompt: int, request: Request) -> None:
         """The request of a choice of this prompt is made."""
-        self._lengths[prompt] = len(request.prompt_token_ids)
+        self._lengths[prompt] = len(request.asked_token_ids)
         self._lives.setdefault(prompt, []).append(request.life)
 
     @property
@@ -25,7 +25,7 @@ class PromptTally:
     @property
     def num_cached(self) -> int:
         """Those that nobody had to compute."""
-        return sum(map(num_cached, self._lives.values()))
+        return sum(min(num_cached(self._lives[prompt]), length) for prompt, length in self._lengths.items())
 
     @property
     def lives(self) -> list[Life]:

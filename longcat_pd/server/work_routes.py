@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from longcat_pd.config.schema import LoadBalancerConfig
 from longcat_pd.metrics import HttpMetrics
-from longcat_pd.server.about_routes import Endpoint, Routes, RouteTable
+from longcat_pd.server.about_routes import RouteTable
 from longcat_pd.server.face import Face
-from longcat_pd.server.generation import Generation
-from longcat_pd.server.openai import CHAT_ROUTE, COMPLETIONS_ROUTE
+from longcat_pd.server.legs import generation_routes
 from longcat_pd.server.probe import Probe, probe_route
 from longcat_pd.server.service import Service
 from longcat_pd.server.text import TextProcessor
@@ -21,13 +20,7 @@ def work_table(
     face: Face, service: Service, text: TextProcessor, *, front: LoadBalancerConfig, metrics: HttpMetrics
 ) -> RouteTable:
     """Generation everywhere, for clients or for a balancer's legs; the rest where clients or the balancer ask for it."""
-    generation = Generation(face, front, metrics)
-    endpoints: dict[str, Endpoint] = {
-        "standalone": generation.for_client,
-        "prefill": generation.for_prefill_leg,
-        "decode": generation.for_decode_leg,
-    }
-    posts: Routes = dict.fromkeys((CHAT_ROUTE, COMPLETIONS_ROUTE), endpoints[service.role])
+    posts = generation_routes(face, service.role, front=front, metrics=metrics)
     if service.role != "decode":
         posts |= text_routes(Tokenization(service, text, face.encoded), front)
     if service.role != "standalone":
