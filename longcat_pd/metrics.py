@@ -149,12 +149,16 @@ class TransferMetrics:
 
 
 class BalancerMetrics:
-    """Legs and instances as the balancer sees them. ``leg``: prefill, decode; ``cause``: client, load, self, peer."""
+    """Legs and instances as the balancer sees them.
+
+    ``leg``: prefill, decode; ``cause``: client, load, self, peer; ``outcome`` of a failover: completed, failed, no_pair.
+    """
 
     def __init__(self, declare: _Declare) -> None:
         self.legs_open = declare.gauges("legs_open", "Calls to workers without an end yet", ("leg",))
         self.leg_failures_total = declare.counters("leg_failures_total", "Calls to workers that failed", ("leg", "cause"))
         self.retries_total = declare.counter("retries_total", "Second attempts")
+        self.failovers_total = declare.counters("failovers_total", "Answers that another pair had to finish", ("outcome",))
         self.instance_ready = declare.gauges("instance_ready", "Whether an instance is in the pool", ("target",))
         self.breaker_open = declare.gauges("breaker_open", "Whether an instance is kept out for its failures", ("target",))
 

@@ -151,12 +151,16 @@ class TransferConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadBalancerConfig:
-    """The public face. ``host``: where it listens; ``node``: the machine that it runs on."""
+    """The public face. ``host``: where it listens; ``node``: the machine that it runs on.
+
+    ``failover``: an answer whose instance dies is finished by another pair, once a request.
+    """
 
     host: str = "127.0.0.1"
     node: str = ""  # resolved: the last node of the last prefill instance
     port: int = 8081
     retry: int = 1
+    failover: bool = True
     max_inflight: int = 4096
     max_body_bytes: int = 33554432
     request_timeout_s: float = 3600.0

@@ -11,14 +11,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import ExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from longcat_pd.clock import ECHO_HOLD_S, Clock
-from longcat_pd.errors import LongcatError
+from longcat_pd.errors import BadWorkerAnswer, LongcatError
+from longcat_pd.load_balancer.events import MAX_ANSWER_BYTES, MAX_EVENT_BYTES, Event, EventReader, Groups
 from longcat_pd.load_balancer.pool import Instance, Pair, Pool
 from longcat_pd.load_balancer.replies import (
-    Event,
-    EventReader,
     Failure,
     check_answer,
     check_prefilled,
@@ -26,22 +25,29 @@ from longcat_pd.load_balancer.replies import (
     error_reply,
     failure_of,
     finish_reason,
+    is_event_stream,
 )
 from longcat_pd.load_balancer.workers import Incoming, WorkerCut, WorkerRefused, Workers
 from longcat_pd.metrics import Metrics
 
 TRAILER_S = 1.0  # how long the end of a stream's body may come after its last event
 
+Failover = Literal["ids", "resume"]  # D is asked to say the ids of its answer, or to go on with another's
+
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A checked request of a client. ``deadline`` is on the balancer's clock; ``trace`` holds headers that travel on."""
+    """A checked request of a client. ``deadline`` is on the balancer's clock; ``trace`` holds headers that travel on.
+
+    ``is_single``: the answer has one choice, so that another pair can go on with it.
+    """
 
     route: str
     body: bytes = field(repr=False)
     request_id: str
     deadline: float
     is_stream: bool
+    is_single: bool = False
     trace: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -78,13 +84,14 @@ class Means:
 class Attempt:
     """Both calls of one attempt, as a context: open from entry, closed on both sides when it is left."""
 
-    def __init__(self, means: Means, call: Call, *, pair: Pair, number: int) -> None:
+    def __init__(self, means: Means, call: Call, *, pair: Pair, number: int, failover: Failover | None = None) -> None:
         self.transfer_id = secrets.token_hex(16)
         self.pair = pair
         self.prefilled: Mapping[str, Any] | None = None  # P's account, once it has given it
         self._means = means
         self._call = call
         self._number = number
+        self._failover = failover
         self._counted = (ExitStack(), ExitStack())
         self._pieces = self._decode()
         self._tasks: tuple[asyncio.Task[None], asyncio.Task[Piece]]
@@ -116,7 +123,8 @@ class Attempt:
     async def first(self) -> Piece:
         """D's first piece: from here on this attempt is the answer. Raises LegFailed with the cause, not with its echo.
 
-        An error that only says that the other side is gone is held for 200 ms, in which the other leg may give the cause.
+        Of a call that does not stream the piece may be ids alone. An error that only says that the other side is gone is
+        held for 200 ms, in which the other leg may give the cause.
         """
         prefill, decode = self._tasks
         waiting: set[asyncio.Task[Any]] = {prefill, decode}
@@ -152,35 +160,45 @@ class Attempt:
         return await anext(self._pieces)
 
     async def _decode(self) -> AsyncGenerator[Piece, None]:
+        """D's pieces; a whole answer comes last, when its call has been closed."""
         pair = self.pair
+        whole: Whole | None = None
         with self._counted[1]:
-            if not self._call.is_stream:
-                async with self._leg(pair.decode, peer=pair.prefill) as incoming:
-                    reply = await incoming.whole()
-                    answer = check_answer(reply)
-                yield Whole(reply.body, finish_reason(answer["choices"]))
-                return
-            async with self._leg(pair.decode, peer=pair.prefill) as incoming:
-                check_stream_head(incoming.headers)
-                async with aclosing(incoming.chunks()) as chunks, aclosing(self._events(chunks)) as groups:
-                    async for events in groups:
-                        yield events
+            async with (
+                self._leg(pair.decode, peer=pair.prefill) as incoming,
+                aclosing(self._read(incoming)) as pieces,
+            ):
+                async for piece in pieces:
+                    if isinstance(piece, Whole):
+                        whole = piece
+                    else:
+                        yield piece
+            if whole is not None:
+                yield whole
 
-    async def _events(self, chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[list[Event], None]:
-        """Whole events, then LegFailed if the stream did not end with ``[DONE]``."""
-        reader = EventReader()
-        async for chunk in chunks:
-            events = reader.feed(chunk)
-            failure = events[-1].failure if events else None
-            good = events if failure is None else events[:-1]
-            if good:
-                yield good
-            if failure is not None:
-                raise LegFailed(self.pair.decode, failure)
-            if reader.is_over:
-                # read on to the end of the body: closing before it would look like a cancel to the worker
-                await self._trailer(chunks)
-                return
+    async def _read(self, incoming: Incoming) -> AsyncGenerator[Piece, None]:
+        """Groups of events, and a whole answer in either form. Raises LegFailed, WorkerCut, BadWorkerAnswer."""
+        is_whole, hears = not self._call.is_stream, self._failover == "ids"
+        if not is_whole:
+            check_stream_head(incoming.headers)
+        elif not hears or not is_event_stream(incoming.headers):
+            reply = await incoming.whole()
+            yield Whole(reply.body, finish_reason(check_answer(reply)["choices"]))
+            return
+        reader = EventReader(hears=hears, max_bytes=MAX_ANSWER_BYTES if is_whole else MAX_EVENT_BYTES)
+        groups = Groups(is_whole=is_whole)
+        async with aclosing(incoming.chunks()) as chunks:
+            async for chunk in chunks:
+                events = reader.feed(chunk)
+                failure = events[-1].failure if events else None
+                if group := groups.take(events if failure is None else events[:-1]):
+                    yield _assembled(group) if is_whole and group[-1].is_done else group
+                if failure is not None:
+                    raise LegFailed(self.pair.decode, failure)
+                if reader.is_over:
+                    # read on to the end of the body: closing before it would look like a cancel to the worker
+                    await self._trailer(chunks)
+                    return
         reader.end()
 
     async def _trailer(self, chunks: AsyncGenerator[bytes, None]) -> None:
@@ -194,7 +212,9 @@ class Attempt:
         """One call whose good head is here; its failure and its good end are reported to the pool."""
         try:
             url = instance.target.url + self._call.route
-            async with self._means.workers.open(url, body=self._call.body, headers=self._headers(peer)) as incoming:
+            async with self._means.workers.open(
+                url, body=self._call.body, headers=self._headers(peer), worker=instance.name
+            ) as incoming:
                 if incoming.status != 200:
                     raise LegFailed(instance, error_reply(await incoming.whole()))
                 yield incoming
@@ -219,6 +239,7 @@ class Attempt:
         left_ms = int((self._call.deadline - self._means.clock.now()) * 1000)
         return {
             **self._call.trace,
+            **({"x-longcat-failover": self._failover} if self._failover else {}),
             "content-type": "application/json",
             "x-request-id": self._call.request_id,
             "x-longcat-transfer-id": self.transfer_id,
@@ -226,6 +247,14 @@ class Attempt:
             "x-longcat-deadline-ms": str(max(left_ms, 1)),
             "x-longcat-attempt": str(self._number),
         }
+
+
+def _assembled(group: list[Event]) -> Whole:
+    """The one answer that a worker sent as a stream. Raises BadWorkerAnswer."""
+    answers = [event for event in group[:-1] if event.raw]
+    if len(answers) != 1:
+        raise BadWorkerAnswer(f"a decode instance sent {len(answers)} answers to one call")
+    return Whole(answers[0].data, answers[0].finish)
 
 
 def _judge(done: list[asyncio.Task[Any]], echo: LegFailed | None) -> LegFailed | None:

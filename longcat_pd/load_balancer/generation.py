@@ -68,6 +68,7 @@ class Generation(Response):
                 request_id=scope["state"]["request_id"],
                 deadline=arrived + limit_s,
                 is_stream=checked.stream,
+                is_single=checked.num_choices == 1,
                 trace=_trace_of(request),
             )
             progress = await face.proxy.serve(call, _AsgiClient(send), gone=_gone(receive), cuts=cuts)

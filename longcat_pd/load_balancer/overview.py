@@ -16,7 +16,8 @@ from longcat_pd.clock import PROBE_FRESH_S, PROBE_TIMEOUT_S
 from longcat_pd.errors import LongcatError, WorkerUnavailable
 from longcat_pd.load_balancer.attempt import Call, Means
 from longcat_pd.load_balancer.pool import Instance
-from longcat_pd.load_balancer.proxy import Progress, Proxy
+from longcat_pd.load_balancer.progress import Progress
+from longcat_pd.load_balancer.proxy import Proxy
 from longcat_pd.server.gate import Gate
 from longcat_pd.server.openai import COMPLETIONS_ROUTE
 from longcat_pd.version import VERSION

@@ -97,6 +97,11 @@ class Instance:
         return self.target.name
 
     @property
+    def incarnation(self) -> object:
+        """Which process it is, as far as is known."""
+        return self.said.get("incarnation")
+
+    @property
     def is_ready(self) -> bool:
         """Whether it may be chosen."""
         return self.is_in and not self.is_drained
@@ -134,13 +139,22 @@ class Pair:
 class Avoid:
     """What the attempt before has taught: another pair, by preference without ``blamed``.
 
-    ``same_pair``: the same pair may be tried again when there is no other. ``never``: ``blamed`` is of no use now.
+    ``same_pair``: the same pair may be tried again when there is no other. ``never``: ``blamed`` is of no use now, in
+    which ``incarnation`` None stands for any.
     """
 
     pair: Pair
     blamed: Instance | None = None
     same_pair: bool = False
     never: bool = False
+    incarnation: object = None
+
+    def blames(self, pair: Pair) -> bool:
+        """Whether the blamed instance, as it was then, is in ``pair``."""
+        blamed = self.blamed
+        if blamed is None or blamed not in (pair.prefill, pair.decode):
+            return False
+        return self.incarnation is None or blamed.incarnation == self.incarnation
 
 
 class Pool:
@@ -153,6 +167,7 @@ class Pool:
         self._clock = clock
         self._metrics = metrics
         self._turns = 0
+        self._news = asyncio.Event()
         self._complaints: dict[str, str] = {}
 
     # ------------------------------------------------------------------ health
@@ -195,7 +210,7 @@ class Pool:
             self._put_out(instance, "mismatch")
             return
         self._complaints.pop(instance.name, None)
-        if instance.said.get("incarnation") not in (None, answer.get("incarnation")):
+        if instance.incarnation not in (None, answer.get("incarnation")):
             instance.breaker.succeed()  # the failures were another process's
         instance.said = answer
         if answer.get("ready") is not True:
@@ -221,7 +236,14 @@ class Pool:
             await self.poll(instance)
             await self._clock.sleep(READY_POLL_S)
 
+    def news(self) -> Awaitable[object]:
+        """Is done when something has been heard of an instance after this call."""
+        return self._news.wait()
+
     def _show(self, instance: Instance) -> None:
+        """What is known of ``instance`` may have changed."""
+        self._news.set()
+        self._news = asyncio.Event()
         self._metrics.balancer.instance_ready(instance.name).set(instance.is_ready)
         self._metrics.balancer.breaker_open(instance.name).set(instance.breaker.is_open)
 
@@ -328,8 +350,10 @@ def _link(instance: Instance, peer: str) -> object:
 
 def _without(pairs: list[Pair], avoid: Avoid) -> list[Pair]:
     """Those that the attempt before leaves: others without the blamed instance, else others, else the same if allowed."""
-    others = [p for p in pairs if p != avoid.pair]
-    unblamed = [p for p in others if avoid.blamed not in (p.prefill, p.decode)]
-    if unblamed or avoid.never:
+    unblamed = [p for p in pairs if not avoid.blames(p)]
+    if avoid.never:
         return unblamed
-    return others or ([avoid.pair] if avoid.same_pair and avoid.pair in pairs else [])
+    others = [p for p in pairs if p != avoid.pair]
+    return (
+        [p for p in others if p in unblamed] or others or ([avoid.pair] if avoid.same_pair and avoid.pair in pairs else [])
+    )

@@ -1,6 +1,7 @@
-"""What an answer of a worker means: errors with their cause, whole answers, events of a stream. Pure.
+"""What an answer of a worker means: errors with their cause and what follows from them, and whole answers. Pure.
 
-Everything that is not well-formed becomes BadWorkerAnswer here, so that what reaches a client is well-formed always.
+Everything that is not well-formed becomes BadWorkerAnswer, here and in ``events.py``, so that what reaches a client is
+well-formed always.
 """
 
 from __future__ import annotations
@@ -11,14 +12,19 @@ from dataclasses import dataclass, field
 from typing import Any, cast, get_args
 
 from longcat_pd.errors import BadWorkerAnswer, Cause, LongcatError, ServiceError
-from longcat_pd.load_balancer.workers import Reply, parse_object
-
-MAX_EVENT_BYTES = 16 << 20  # a worker that never ends an event does not fill our memory
+from longcat_pd.load_balancer.workers import Reply, WorkerCut, parse_object
+from longcat_pd.server.errors import error_headers
 
 _SERVICE = {code: kind for kind in ServiceError.__subclasses__() for code in kind.codes}
 _LOAD = frozenset(("overloaded", "starting", "draining", "too_many_requests"))
 _OUR_OWN_FAULT = frozenset(("missing_api_key", "invalid_api_key", "unknown_route", "method_not_allowed"))
 _PASSED_ON = ("retry-after", "x-should-retry")
+_BREAKS = frozenset(("rank_lost", "engine_fault", "transfer_failed", "worker_unavailable", "draining"))
+_DEATHS = frozenset(("rank_lost", "engine_fault"))
+
+
+class AnswerCut(BadWorkerAnswer):
+    """The body of an answer ended properly, but before the answer did."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +43,16 @@ class Failure:
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
     reason: str = ""  # for the log
+
+    @property
+    def is_break(self) -> bool:
+        """Whether another pair may go on with the answer: this one cannot, and what it has said of it stands."""
+        return self.code in _BREAKS or isinstance(self.error, AnswerCut)
+
+    @property
+    def is_death(self) -> bool:
+        """Whether a worker died under the request, of which the request may be the cause."""
+        return self.code in _DEATHS or isinstance(self.error, WorkerCut | AnswerCut)
 
 
 def failure_of(error: LongcatError) -> Failure:
@@ -68,6 +84,14 @@ def error_reply(reply: Reply) -> Failure:
         counts=failure.counts and cause == "self",
         headers={name: reply.headers[name] for name in _PASSED_ON if name in reply.headers},
     )
+
+
+def error_in_stream(value: Mapping[str, Any], body: bytes) -> Failure:
+    """The error object that ended a stream; ``body`` is its JSON. Raises BadWorkerAnswer."""
+    failure = _error_object(value, status=None, body=body)
+    kind = _SERVICE.get(failure.code)  # no headers came with it
+    told = error_headers(kind(failure.reason), is_worker=False) if kind is not None else {}
+    return dataclasses.replace(failure, headers=told)
 
 
 def _error_object(value: Mapping[str, Any], *, status: int | None, body: bytes) -> Failure:
@@ -117,90 +141,16 @@ def is_json(headers: Mapping[str, str]) -> bool:
     return headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
 
 
+def is_event_stream(headers: Mapping[str, str]) -> bool:
+    """Whether the content type is an event stream."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower() == "text/event-stream"
+
+
 def check_stream_head(headers: Mapping[str, str]) -> None:
     """D's 200 of a call that streams. Raises BadWorkerAnswer."""
-    kind = headers.get("content-type", "")
-    if kind.partition(";")[0].strip().lower() != "text/event-stream":
-        raise BadWorkerAnswer(f"a decode instance answered a stream with content type {kind or 'none'!r}")
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One event of a stream: the bytes to pass on, and what they say. ``failure``: it is the stream's error."""
-
-    raw: bytes
-    finish: str | None = None
-    is_done: bool = False
-    failure: Failure | None = None
-
-
-class EventReader:
-    """Bytes of a stream in pieces of any size -> whole events. Comments are dropped; half an event never comes out."""
-
-    def __init__(self) -> None:
-        self._rest = bytearray()
-        self._is_over = False
-        self._has_chunk = False
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the last event, ``[DONE]`` or an error, has been read."""
-        return self._is_over
-
-    def feed(self, chunk: bytes) -> list[Event]:
-        """The events that ``chunk`` completes; nothing after the last one. What is no event is the last, as a failure."""
-        start = max(len(self._rest) - 1, 0)  # an empty line may be cut in two
-        self._rest += chunk
-        events: list[Event] = []
-        while not self._is_over and (end := self._rest.find(b"\n\n", start)) >= 0:
-            events += self._read(bytes(self._rest[:end]))
-            del self._rest[: end + 2]
-            start = 0
-        if len(self._rest) > MAX_EVENT_BYTES:
-            events += self._bad(BadWorkerAnswer(f"an event of a worker is longer than {MAX_EVENT_BYTES} bytes"))
-        return events
-
-    def _read(self, block: bytes) -> list[Event]:
-        try:
-            event = _event(block)
-            if event is not None and event.is_done and not self._has_chunk:
-                raise BadWorkerAnswer("the stream of a worker ended without a chunk")
-        except BadWorkerAnswer as error:
-            return self._bad(error)
-        if event is None:
-            return []
-        self._has_chunk = True
-        self._is_over = event.is_done or event.failure is not None
-        return [event]
-
-    def _bad(self, error: BadWorkerAnswer) -> list[Event]:
-        self._is_over = True
-        return [Event(b"", failure=failure_of(error))]
-
-    def end(self) -> None:
-        """The body has ended. Raises BadWorkerAnswer unless its last event had come."""
-        if not self._is_over:
-            raise BadWorkerAnswer("the stream of a worker ended without its last event")
-
-
-def _event(block: bytes) -> Event | None:
-    """One event without its empty line; None for comments. Raises BadWorkerAnswer."""
-    lines = [line for line in block.split(b"\n") if line and not line.startswith(b":")]
-    if not lines:
-        return None
-    if len(lines) > 1 or not lines[0].startswith(b"data:"):
-        raise BadWorkerAnswer("the stream of a worker holds something else than events")
-    data = lines[0][5:].strip()
-    raw = b"data: " + data + b"\n\n"
-    if data == b"[DONE]":
-        return Event(raw, is_done=True)
-    value = parse_object(data)
-    if "error" in value:
-        return Event(raw, failure=_error_object(value, status=None, body=data))
-    choices = value.get("choices")
-    if not isinstance(choices, list):
-        raise BadWorkerAnswer("an event of a worker is neither a chunk nor an error")
-    return Event(raw, finish=finish_reason(choices))
+    if not is_event_stream(headers):
+        kind = headers.get("content-type", "") or "none"
+        raise BadWorkerAnswer(f"a decode instance answered a stream with content type {kind!r}")
 
 
 def finish_reason(choices: list[Any]) -> str | None:

@@ -23,8 +23,12 @@ IDLE_CONNECTION_S = 2.0
 READY_TIMEOUT_S = 1.0
 
 
+class WorkerUnreached(WorkerUnavailable):
+    """The connection could not be made in time."""
+
+
 class WorkerCut(WorkerUnavailable):
-    """The connection could not be made in time, or ended before the answer did."""
+    """The connection ended before the answer did."""
 
 
 class WorkerRefused(WorkerUnavailable):
@@ -46,15 +50,19 @@ class Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class Incoming:
-    """An answer whose head is here and whose body is still to come. ``whole`` and ``chunks`` raise WorkerCut."""
+    """An answer whose head is here and whose body is still to come. ``whole`` and ``chunks`` raise WorkerCut.
 
+    ``worker``: what errors call the one that answers.
+    """
+
+    worker: str
     status: int
     headers: Mapping[str, str]
     response: httpx.Response = field(repr=False)
 
     async def whole(self) -> Reply:
         """All of it."""
-        with _translated():
+        with _translated(self.worker):
             body = await self.response.aread()
         return Reply(status=self.status, headers=self.headers, body=body)
 
@@ -62,7 +70,7 @@ class Incoming:
         """The body in pieces as they come."""
         raw = cast(AsyncGenerator[bytes, None], self.response.aiter_raw())
         async with aclosing(raw) as chunks:
-            with _translated():
+            with _translated(self.worker):
                 async for chunk in chunks:
                     yield chunk
 
@@ -89,26 +97,31 @@ class Workers:
 
     @asynccontextmanager
     async def open(
-        self, url: str, *, body: bytes | None = None, headers: Mapping[str, str] | None = None
+        self,
+        url: str,
+        *,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        worker: str = "a worker",
     ) -> AsyncIterator[Incoming]:
         """GET, or POST if there is a body; the head of the answer is here on entry. Leaving closes the connection
-        unless the answer was read to its end. Raises WorkerRefused, WorkerCut.
+        unless the answer was read to its end. Raises WorkerRefused, WorkerUnreached, WorkerCut, which name ``worker``.
         """
         request = self._http.build_request("GET" if body is None else "POST", url, content=body, headers=headers)
-        with _translated():
+        with _translated(worker):
             response = await self._http.send(request, stream=True)
         try:
-            yield Incoming(status=response.status_code, headers=response.headers, response=response)
+            yield Incoming(worker=worker, status=response.status_code, headers=response.headers, response=response)
         finally:
             await response.aclose()
 
     async def fetch(self, url: str, *, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> Reply:
-        """The whole answer to a GET, or to a POST if there is a body. Raises WorkerRefused, WorkerCut."""
+        """The whole answer to a GET, or to a POST if there is a body. Raises WorkerUnavailable."""
         async with self.open(url, body=body, headers=headers) as incoming:
             return await incoming.whole()
 
     async def ask_ready(self, url: str) -> Mapping[str, Any]:
-        """What ``/ready`` says, with whatever status. Raises WorkerRefused, WorkerCut, BadWorkerAnswer, TimeoutError."""
+        """What ``/ready`` says, with whatever status. Raises WorkerUnavailable, BadWorkerAnswer, TimeoutError."""
         reply = await self._clock.within(READY_TIMEOUT_S, self.fetch(f"{url}/ready"))
         return reply.json_object()
 
@@ -129,12 +142,14 @@ def parse_object(data: bytes) -> dict[str, Any]:
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def _translated(worker: str) -> Iterator[None]:
     try:
         yield
     except httpx.ConnectError as error:
-        raise WorkerRefused("connection to a worker refused") from error
+        raise WorkerRefused(f"connection to {worker} refused") from error
+    except httpx.ConnectTimeout as error:
+        raise WorkerUnreached(f"no connection to {worker} within {CONNECT_TIMEOUT_S:g} s") from error
     except httpx.TransportError as error:
-        raise WorkerCut(f"connection to a worker was cut ({type(error).__name__})") from error
+        raise WorkerCut(f"connection to {worker} was cut ({type(error).__name__})") from error
     except httpx.DecodingError as error:
-        raise BadWorkerAnswer("an answer of a worker is not in the encoding that it names") from error
+        raise BadWorkerAnswer(f"an answer of {worker} is not in the encoding that it names") from error

@@ -7,7 +7,7 @@ build_info ready draining http_requests_total http_request_seconds inflight_requ
 output_tokens_total queue_seconds prefill_seconds transfer_seconds first_token_seconds
 per_token_seconds request_seconds step_seconds driver_step_seconds step_wait_seconds step_compute_seconds sequences
 blocks slots ranks transfers_open transfers_total transfer_bytes_total legs_open leg_failures_total retries_total
-cancels_total instance_ready breaker_open
+failovers_total cancels_total instance_ready breaker_open
 """
 
 

@@ -3,7 +3,8 @@ import json
 import pytest
 
 from longcat_pd.errors import BadWorkerAnswer
-from longcat_pd.load_balancer.replies import MAX_EVENT_BYTES, EventReader, check_answer, check_prefilled, error_reply
+from longcat_pd.load_balancer.events import MAX_EVENT_BYTES, EventReader
+from longcat_pd.load_balancer.replies import check_answer, check_prefilled, error_reply
 from longcat_pd.load_balancer.workers import Reply
 from tests.balancer_rig import DONE, WHOLE_BYTES, chunk
 

@@ -1,0 +1,102 @@
+"""How far a request has come, and what the log and the metrics tell of it in the end.
+
+Owns the lines ``request_finished``, ``request_failed``, ``request_cancelled`` and ``leg_failed``. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from longcat_pd import log
+from longcat_pd.load_balancer.attempt import LegFailed
+from longcat_pd.load_balancer.pool import Pair
+from longcat_pd.load_balancer.replies import Failure
+from longcat_pd.metrics import Metrics
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """How far a request has come; written by its own coroutine, read for its log line."""
+
+    started: float
+    counts: bool = True  # false for probes, which request metrics and the log leave out
+    pair: Pair | None = None
+    transfer_id: str = ""
+    attempt: int = 0
+    failover: Literal["no_pair", "resumed"] | None = None  # how far the one failover has come
+    first_token: float | None = None
+    finish: str | None = None
+    prefilled: Mapping[str, Any] | None = None
+    failure: Failure | None = None
+    failed_at: str | None = None
+    is_told: bool = False  # the client has the whole answer
+    cut_by: str | None = None  # client, deadline, drain
+    last_sent: float = 0.0
+
+    @property
+    def pair_names(self) -> tuple[str, ...]:
+        """For the log."""
+        return self.pair.names if self.pair is not None else ()
+
+    def account(self, metrics: Metrics, now: float) -> None:
+        """The one log line of a request, and its metrics."""
+        failure, cut_by, requests = self.failure, self.cut_by, metrics.requests
+        facts: dict[str, Any] = {"transfer": self.transfer_id, "pair": self.pair_names, "attempt": self.attempt}
+        if self.failover == "resumed":
+            facts["failovers"] = 1
+        facts["ms"] = round((now - self.started) * 1000)
+        self._account_failover(metrics)
+        hop = "decoding" if self.first_token is not None else "prefilling"
+        if cut_by is not None:
+            requests.cancels_total(cut_by).inc()
+        if failure is not None:
+            requests.requests_total(failure.code).inc()
+            is_defect = failure.status >= 500 and failure.cause == "self"
+            tell = log.logger().error if is_defect else log.logger().warning
+            tell("request_failed", status=failure.status, code=failure.code, cause=failure.cause, hop=hop, **facts)
+        elif cut_by is not None:
+            requests.requests_total("cancelled").inc()
+            log.logger().info("request_cancelled", by=cut_by, hop=hop, **facts)
+        else:
+            requests.requests_total(self.finish or "stop").inc()
+            requests.request_seconds.observe(now - self.started)
+            if self.first_token is not None:
+                facts["ttft_ms"] = round((self.first_token - self.started) * 1000)
+                requests.first_token_seconds.observe(self.first_token - self.started)
+            log.logger().info("request_finished", finish=self.finish, **facts, **_prefill_facts(self.prefilled))
+
+    def _account_failover(self, metrics: Metrics) -> None:
+        """What became of the failover, if there was one; a client that left before its end learns nothing of it."""
+        if self.failover is None or self.cut_by == "client":
+            return
+        has_ended_well = self.failure is None and self.cut_by is None
+        outcome = "completed" if has_ended_well else "failed" if self.failover == "resumed" else "no_pair"
+        metrics.balancer.failovers_total(outcome).inc()
+
+
+def log_leg(failed: LegFailed, progress: Progress) -> None:
+    """A call to an instance has failed."""
+    is_clients = failed.failure.cause == "client"  # such a message quotes the request
+    log.logger().warning(
+        "leg_failed",
+        leg=failed.instance.target.role,
+        target=failed.instance.name,
+        cause=failed.failure.cause,
+        code=failed.failure.code,
+        reason=None if is_clients else failed.failure.reason,
+        attempt=progress.attempt,
+        transfer=progress.transfer_id,
+    )
+
+
+def _prefill_facts(prefilled: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The figures of P's account that are numbers, under the names of the log."""
+    if prefilled is None:
+        return {}
+    given = prefilled.get("timings_ms")
+    timings = given if isinstance(given, dict) else {}
+    facts = {f"{name}_ms": timings.get(name) for name in ("queue", "prefill", "transfer")}
+    facts["prompt"] = prefilled.get("prompt_tokens")
+    return {name: round(value, 1) for name, value in facts.items() if isinstance(value, (int, float))}
