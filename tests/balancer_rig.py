@@ -7,7 +7,9 @@ call to an answer; it may wait, or raise what the client library raises.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,6 +146,17 @@ def stream(*pieces: bytes | Callable[[], Exception] | float, clock: ManualClock 
         return Reply(200, b"", {"content-type": "text/event-stream; charset=utf-8"}, chunks)
 
     return script
+
+
+def origin(**changes: Any) -> bytes:
+    """The comment in front of an answer whose ids are said."""
+    value = {"seed": -5, "created": 1767225600, "prompt_digest": "0f" * 16, **changes}
+    return b": answer " + json.dumps(value).encode() + b"\n"
+
+
+def said(*ids: int) -> bytes:
+    """The comment before the last event of a group."""
+    return b": ids " + base64.b64encode(struct.pack(f"<{len(ids)}i", *ids)) + b"\n"
 
 
 good_stream = stream(chunk("a"), chunk("b"), chunk("", "stop"), DONE)
@@ -308,6 +321,8 @@ class Exchange:
         self.headers: dict[str, str] = {}
         self.pieces: list[bytes] = []
         self.is_complete = False
+        self.reads = asyncio.Event()  # clear it for a client that does not
+        self.reads.set()
         self._gone = asyncio.Event()
         self._unread: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
         scope = {
@@ -361,6 +376,7 @@ class Exchange:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Any) -> None:
+        await self.reads.wait()
         assert not self.is_complete, "something was sent after the end"
         if message["type"] == "http.response.start":
             assert self.status == 0

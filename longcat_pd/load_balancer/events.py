@@ -3,7 +3,7 @@
 Owns the comment lines of failover. Pure: knows neither calls nor clients. Comments never come out.
 
     : answer {"seed": …, "created": …, "prompt_digest": "…"}    once, before the first event and the first ids
-    : ids BASE64                                                 little-endian int32: the ids that a group of events takes
+    : ids BASE64                                                 the ids that a group of events takes, little-endian int32
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ class Origin:
 class Event:
     """One event of a stream: the bytes to pass on, and what they say. ``failure``: it is the stream's error.
 
-    ``ids`` and ``origin`` are what comments before it say. With comments alone there are no bytes.
+    ``ids`` and ``origin`` are what comments before it say; no ids are said by ``()``. With comments alone there are no
+    bytes.
     """
 
     raw: bytes
     finish: str | None = None
     is_done: bool = False
     failure: Failure | None = None
-    ids: tuple[int, ...] = ()
+    ids: tuple[int, ...] | None = None
     origin: Origin | None = None
 
     @property
@@ -109,15 +110,15 @@ class EventReader:
         origin, ids = self._heard([line[1:].strip() for line in lines if line.startswith(b":")])
         data = [line for line in lines if not line.startswith(b":")]
         if not data:
-            return Event(b"", ids=ids, origin=origin) if ids or origin else None
+            return None if ids is None and origin is None else Event(b"", ids=ids, origin=origin)
         if len(data) > 1 or not data[0].startswith(b"data:"):
             raise BadWorkerAnswer("the stream of a worker holds something else than events")
         return _read_data(data[0][5:].strip(), ids=ids, origin=origin, is_first=not self._has_chunk)
 
-    def _heard(self, comments: list[bytes]) -> tuple[Origin | None, tuple[int, ...]]:
-        """What the comments before one event say."""
+    def _heard(self, comments: list[bytes]) -> tuple[Origin | None, tuple[int, ...] | None]:
+        """What the comments before one event say. Raises BadWorkerAnswer."""
         origin: Origin | None = None
-        ids: list[int] = []
+        ids: tuple[int, ...] | None = None
         for kind, _, text in (comment.partition(b" ") for comment in comments if self._hears):
             if kind == b"answer":
                 if self._has_origin or self._has_chunk:
@@ -126,8 +127,8 @@ class EventReader:
             elif kind == b"ids":
                 if not self._has_origin:
                     raise BadWorkerAnswer("a worker says ids of an answer of which it has said nothing else")
-                ids += _ids(text.strip())
-        return origin, tuple(ids)
+                ids = (ids or ()) + _unpacked(text.strip())
+        return origin, ids
 
     def _bad(self, error: BadWorkerAnswer) -> list[Event]:
         self._is_over = True
@@ -139,21 +140,19 @@ class EventReader:
             raise AnswerCut("the stream of a worker ended without its last event")
 
 
-def _ids(text: bytes) -> tuple[int, ...]:
+def _unpacked(text: bytes) -> tuple[int, ...]:
     """Raises BadWorkerAnswer."""
     try:
         packed = base64.b64decode(text, validate=True)
-    except binascii.Error:
-        packed = b""
-    if not packed or len(packed) % 4:
-        raise BadWorkerAnswer("the ids that a worker says are none")
-    ids = struct.unpack(f"<{len(packed) // 4}i", packed)
-    if min(ids) < 0:
+        ids = struct.unpack(f"<{len(packed) // 4}i", packed)
+    except (binascii.Error, struct.error):
+        raise BadWorkerAnswer("the ids that a worker says are none") from None
+    if ids and min(ids) < 0:
         raise BadWorkerAnswer(f"a worker says the id {min(ids)}")
     return ids
 
 
-def _read_data(data: bytes, *, ids: tuple[int, ...], origin: Origin | None, is_first: bool) -> Event:
+def _read_data(data: bytes, *, ids: tuple[int, ...] | None, origin: Origin | None, is_first: bool) -> Event:
     """Raises BadWorkerAnswer."""
     raw = b"data: " + data + b"\n\n"
     if data == b"[DONE]":
@@ -204,5 +203,5 @@ class Groups:
             return True
         if self._is_ending:
             return False
-        # before an event stands what it takes: ids alone are of the next one
-        return (self._is_whole or bool(last.raw)) and any(event.ids for event in self._held)
+        # what an event takes stands before it: ids alone belong to the next one
+        return (self._is_whole or bool(last.raw)) and any(event.ids is not None for event in self._held)

@@ -22,14 +22,14 @@ class Ledger:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether enough is known for another pair to go on."""
-        return self._origin is not None and bool(self.ids)
+        """Whether enough is known for another pair to go on; without ids it makes the same answer from its beginning."""
+        return self._origin is not None
 
     def note(self, group: Sequence[Event]) -> None:
         """These events are passed on."""
         for event in group:
             self._origin = event.origin or self._origin
-            self.ids += event.ids
+            self.ids += event.ids or ()
 
     def added_to(self, body: bytes) -> bytes:
         """``body``, a JSON object, byte for byte, with ``resume`` as its last field."""
