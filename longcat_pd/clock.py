@@ -21,6 +21,7 @@ BREAKER_OPEN_S = 10.0
 ECHO_HOLD_S = 0.2  # how long an error of cause peer waits for the other leg's own cause
 FAILOVER_WAIT_S = 5.0  # how long an answer that broke waits for a pair that can go on with it
 CONNECT_TIMEOUT_S = 2.0  # balancer to worker
+KEEPALIVE_IDLE_S, KEEPALIVE_PROBE_S, KEEPALIVE_PROBES = 5, 2, 3  # of a connection to a worker, whose machine may be gone
 PROBE_TIMEOUT_S = 20.0  # /health_generate
 PROBE_FRESH_S = 5.0  # traffic within this time counts as a probe
 

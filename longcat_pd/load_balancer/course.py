@@ -20,6 +20,7 @@ from longcat_pd.load_balancer.ledger import Ledger
 from longcat_pd.load_balancer.pool import Avoid, Pair
 from longcat_pd.load_balancer.progress import Progress, log_leg
 from longcat_pd.load_balancer.replies import Failure
+from longcat_pd.load_balancer.workers import WorkerRefused
 from longcat_pd.server import sse
 
 RETRY_LEFT_S = 1.0  # with less than this of the deadline left there is no other attempt
@@ -143,39 +144,47 @@ class Course:
         return self._call.deadline - self._means.clock.now()
 
     async def _resume(self, broken: LegFailed, avoid: Avoid) -> None:
-        """Finish the answer elsewhere. Raises ``broken`` if that does not even begin, else the LegFailed that ends it."""
+        """Finish the answer elsewhere. Raises ``broken`` if that does not even begin, else the LegFailed that ends it.
+
+        A pair of which one refuses the connection is not there, so that the wait for one goes on.
+        """
         broke_at = self._means.clock.now()
-        self._progress.failover = "no_pair"
-        pair = await self._another_pair(broken, avoid)
-        self._progress.failover = "resumed"
+        until = broke_at + min(FAILOVER_WAIT_S, self._left_s() - RETRY_LEFT_S)
         call = dataclasses.replace(self._call, body=self._ledger.added_to(self._call.body))
-        attempt = Attempt(self._means, call, pair=pair, number=self._next(), failover="resume")
-        waited_ms = round((self._means.clock.now() - broke_at) * 1000)
+        while True:
+            self._progress.failover = "no_pair"
+            pair = await self._another_pair(broken, avoid, until=until)
+            self._progress.failover = "resumed"
+            attempt = Attempt(self._means, call, pair=pair, number=self._next(), failover="resume")
+            self._tell_failover(attempt, waited_s=self._means.clock.now() - broke_at)
+            try:
+                await self._attempt(attempt)
+                return
+            except LegFailed as error:
+                failed = error
+            self._learn(failed)
+            if not isinstance(failed.failure.error, WorkerRefused):
+                raise failed if self._has_begun else broken
+
+    async def _another_pair(self, broken: LegFailed, avoid: Avoid, *, until: float) -> Pair:
+        """The first that can go on, as soon as there is one; to be used at once. Raises ``broken`` if none is in time."""
+        clock, pool = self._means.clock, self._means.pool
+        while (left_s := until - clock.now()) > 0:
+            with suppress(WorkerUnavailable):
+                return pool.choose(avoid)
+            with suppress(TimeoutError):
+                await clock.within(left_s, pool.news())
+        raise broken
+
+    def _tell_failover(self, attempt: Attempt, *, waited_s: float) -> None:
         log.logger().warning(
             "failover",
             old_transfer=self._progress.transfer_id,
             transfer=attempt.transfer_id,
-            pair=pair.names,
+            pair=attempt.pair.names,
             ids=len(self._ledger.ids),
-            ms=waited_ms,
+            ms=round(waited_s * 1000),
         )
-        try:
-            await self._attempt(attempt)
-        except LegFailed as error:
-            self._learn(error)
-            raise (error if self._has_begun else broken) from None
-
-    async def _another_pair(self, broken: LegFailed, avoid: Avoid) -> Pair:
-        """The first that can go on, as soon as there is one; to be used at once. Raises ``broken`` if none is in time."""
-        clock, pool = self._means.clock, self._means.pool
-        until = clock.now() + min(FAILOVER_WAIT_S, self._left_s() - RETRY_LEFT_S)
-        while True:
-            with suppress(WorkerUnavailable):
-                return pool.choose(avoid)
-            if clock.now() >= until:
-                raise broken
-            with suppress(TimeoutError):
-                await clock.within(until - clock.now(), pool.news())
 
     def _tell_attempt(self, attempt: Attempt) -> None:
         old, self._progress.transfer_id = self._progress.transfer_id, attempt.transfer_id

@@ -1,6 +1,6 @@
 """Requests that workers answer: checked here, before a worker is called, and then relayed.
 
-Knows one client at a time; attempts and retries are ``proxy.py``'s.
+Knows one client at a time; attempts, retries and failover are ``course.py``'s.
 """
 
 from __future__ import annotations

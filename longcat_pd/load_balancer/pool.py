@@ -1,7 +1,7 @@
 """Which instances there are, which of them can serve, how busy they are, and the choice among them.
 
 Owned and written by the balancer's event loop alone. Knows nothing of requests or of HTTP: how ``/ready`` is asked is
-given as a function, and what became of a call is reported by ``proxy.py``.
+given as a function, and what became of a call is reported by ``attempt.py``.
 """
 
 from __future__ import annotations

@@ -7,11 +7,14 @@ the balancer's time, this one a tenth of it.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import deque
 from collections.abc import AsyncIterator
 
 import httptools
 import httpx
+
+from longcat_pd.clock import KEEPALIVE_IDLE_S, KEEPALIVE_PROBE_S, KEEPALIVE_PROBES
 
 _READ_AHEAD_BYTES = 1 << 16  # of an answer that nobody takes: beyond it the worker has to wait
 
@@ -158,6 +161,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._socket = transport
+        _watch(transport.get_extra_info("socket"))
         if self._failure is not None:  # nobody waits for it any more
             transport.abort()
 
@@ -216,6 +220,14 @@ async def _connected(address: Address, limit_s: float) -> _Connection:
             opening.cancel()
             connection.close()
     return connection
+
+
+def _watch(connection: socket.socket) -> None:
+    """Let the kernel end a connection whose machine is gone. A process that is merely silent never ends one."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_PROBE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
 
 
 def _encoded(request: httpx.Request) -> bytes:

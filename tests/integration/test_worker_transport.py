@@ -10,7 +10,9 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+from longcat_pd.load_balancer import transport
 from longcat_pd.load_balancer.transport import WorkerTransport
+from longcat_pd.load_balancer.transport import _watch as watch
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
@@ -72,6 +74,20 @@ async def test_a_connection_serves_one_call_after_the_other() -> None:
             response = await client.post("/x", content=b"body", headers={"x-request-id": "r"})
             assert (response.status_code, response.text) == (200, "hi")
         assert worker.num_connections == 1
+
+
+async def test_the_kernel_ends_a_connection_whose_machine_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[socket.socket] = []
+    monkeypatch.setattr(transport, "_watch", lambda given: (watch(given), watched.append(given)))
+    async with talk(answering(OK)) as (_, client):
+        await client.get("/x")
+        (connection,) = watched
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        idle_s, probe_s, probes = (connection.getsockopt(socket.IPPROTO_TCP, option) for option in options)
+        assert 5 <= idle_s + probes * probe_s <= 15
+        # a machine that is merely slow to read is not gone
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
 
 
 async def test_what_is_sent() -> None:
@@ -193,7 +209,10 @@ async def test_giving_a_call_up_leaves_no_socket_at_any_moment(turns: int) -> No
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        await asyncio.sleep(0.01)
+        for _ in range(200):  # on a busy machine the other side hears of it later
+            await asyncio.sleep(0.01)
+            if worker.ended.qsize() == worker.num_connections:
+                break
         assert worker.ended.qsize() == worker.num_connections
 
 

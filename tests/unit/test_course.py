@@ -603,6 +603,33 @@ async def test_a_prefill_instance_that_refuses_a_resumed_answer_tells_the_break_
     assert outcomes(rig) == {"failed": 1}
 
 
+@pytest.mark.parametrize("at", ["p0", "d1"])
+async def test_a_pair_that_refuses_the_connection_is_not_there(at: str) -> None:
+    rig = await Rig.make("p0 p1 d0 d1 d2")
+    rig.script(p0=prefilled, d0=stream(origin() + GROUPS[0], 1.0, reset, clock=rig.clock), d1=going_on, d2=going_on)
+    exchange = rig.post(STREAMED)
+    await rig.clock.advance(0.5)
+    rig.script(**{"d1": never, at: raises(refused)})
+    with rig.means.pool.leg(rig.means.pool.instances["p1"], 10_000):
+        await rig.clock.advance(0.5)
+    await ended(rig, exchange, within_s=0)
+    assert exchange.body == UNDISTURBED
+    assert [call.headers["x-longcat-attempt"] for call in rig.cluster.calls if call.worker[0] == "d"] == ["1", "2", "3"]
+    assert outcomes(rig) == {"completed": 1}
+
+
+async def test_when_all_pairs_refuse_the_wait_goes_on_and_ends() -> None:
+    rig = await Rig.make("p0 d0 d1 d2")
+    rig.script(d0=stream(origin() + GROUPS[0], event_of("rank_lost")), d1=raises(refused), d2=raises(refused))
+    exchange = rig.post(STREAMED)
+    await rig.clock.advance(4.9)
+    assert not exchange.task.done() and not any(i.open_legs for i in rig.means.pool.instances.values())
+    await ended(rig, exchange, within_s=0.2)
+    assert last_error(exchange)["code"] == "rank_lost"
+    assert len(rig.cluster.calls) == 6
+    assert outcomes(rig) == {"no_pair": 1}
+
+
 async def test_a_resumed_answer_that_breaks_tells_its_own_error_and_is_not_finished_again() -> None:
     rig = await Rig.make("p0 d0 d1 d2", retry=5)
     rig.script(d0=stream(origin() + GROUPS[0], event_of("draining")), d1=stream(chunk("c"), event_of("transfer_failed")))
