@@ -20,7 +20,6 @@ from longcat_pd.load_balancer.ledger import Ledger
 from longcat_pd.load_balancer.pool import Avoid, Pair
 from longcat_pd.load_balancer.progress import Progress, log_leg
 from longcat_pd.load_balancer.replies import Failure
-from longcat_pd.load_balancer.workers import WorkerRefused
 from longcat_pd.server import sse
 
 RETRY_LEFT_S = 1.0  # with less than this of the deadline left there is no other attempt
@@ -163,7 +162,7 @@ class Course:
             except LegFailed as error:
                 failed = error
             self._learn(failed)
-            if not isinstance(failed.failure.error, WorkerRefused):
+            if not failed.failure.is_refusal:
                 raise failed if self._has_begun else broken
 
     async def _another_pair(self, broken: LegFailed, avoid: Avoid, *, until: float) -> Pair:

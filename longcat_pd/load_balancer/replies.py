@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast, get_args
 
 from longcat_pd.errors import BadWorkerAnswer, Cause, LongcatError, ServiceError
-from longcat_pd.load_balancer.workers import Reply, WorkerCut, parse_object
+from longcat_pd.load_balancer.workers import Reply, WorkerCut, WorkerRefused, parse_object
 from longcat_pd.server.errors import error_headers
 
 _SERVICE = {code: kind for kind in ServiceError.__subclasses__() for code in kind.codes}
@@ -48,6 +48,11 @@ class Failure:
     def is_break(self) -> bool:
         """Whether another pair may go on with the answer: this one cannot, and what it has said of it stands."""
         return self.code in _BREAKS or isinstance(self.error, AnswerCut)
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether nobody listens where the worker should be."""
+        return isinstance(self.error, WorkerRefused)
 
     @property
     def is_death(self) -> bool:
