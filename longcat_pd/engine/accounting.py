@@ -18,10 +18,10 @@ from longcat_pd.engine.loop import StepLoop
 from longcat_pd.engine.plan import RankAccounts, SlotOutput
 from longcat_pd.engine.room import RankFigures
 from longcat_pd.engine.roster import RankState
+from longcat_pd.engine.standing import Groups, groups_of, parted
 from longcat_pd.errors import LongcatError
 from longcat_pd.log import logger
 from longcat_pd.metrics import EngineMetrics
-from longcat_pd.parallel.layout import ParallelLayout
 
 ANSWER_LIMIT_S = 2.0
 ROWS_KEPT = 4096  # of the mean accepted length
@@ -80,9 +80,8 @@ def health(loop: StepLoop) -> Health:
         if state.state == "silent":
             detail = f"no heartbeat for {state.silent_s:.1f} s"
             reasons.append({"code": "rank_silent", "detail": detail, "rank": state.rank})
-    overdue = next((s.overdue_step for s in states if s.overdue_step is not None), None)
-    if overdue is not None:
-        reasons.append({"code": "step_overdue", "detail": f"step {overdue} takes too long", "rank": None})
+        if state.missed:
+            reasons.append({"code": "step_overdue", "detail": state.missed, "rank": state.rank})
     return Health(
         busy=figures.waiting > 0 or figures.running == figures.slots,
         ranks_total=len(states),
@@ -114,7 +113,7 @@ async def account(
         "transfers": transfers,
         "request_sockets": request_sockets,
     }
-    return report(driver, loop.executor.rank_states(), fresh=fresh, expected=expected, layout=ParallelLayout.of(parallel))
+    return report(driver, loop.executor.rank_states(), fresh=fresh, expected=expected, groups=groups_of(parallel))
 
 
 def set_gauges(loop: StepLoop, metrics: EngineMetrics) -> None:
@@ -138,7 +137,7 @@ def report(
     *,
     fresh: Mapping[int, RankAccounts],
     expected: Sequence[RankFigures],
-    layout: ParallelLayout,
+    groups: Groups,
 ) -> dict[str, Any]:
     """The account of an instance.
 
@@ -147,7 +146,7 @@ def report(
         states: what is known of each rank; its last figures stand in for a rank that did not answer.
         fresh: answers of the ranks to one and the same plan.
         expected: by rank, what they must hold after that plan.
-        layout: which ranks take part in the same collectives.
+        groups: ranks that take part in the same collectives.
     """
     ranks, mismatch = [], []
     outstanding = sum(driver.values())
@@ -159,7 +158,7 @@ def report(
         outstanding += accounts.slots_used + accounts.lanes_posted + accounts.lanes_unsent
         if state.rank in fresh:
             mismatch += _differences(accounts, expected[state.rank])
-    mismatch += _parted(fresh, layout)
+    mismatch += [str(found) for found in parted(fresh, groups)]
     is_silent = any(state.state != "ok" for state in states)
     return {
         "idle": not outstanding and not mismatch and not is_silent,
@@ -168,19 +167,6 @@ def report(
         "driver": dict(driver),
         "ranks": ranks,
     }
-
-
-def _parted(fresh: Mapping[int, RankAccounts], layout: ParallelLayout) -> list[str]:
-    """Ranks of one process group that have not entered the same collectives: they will wait for each other for ever."""
-    found = []
-    entered = {rank: {one.axis: one for one in accounts.collectives} for rank, accounts in fresh.items()}
-    for axis in layout.axes:
-        for ranks in layout.groups(axis.name):
-            known = {rank: entered[rank].get(axis.name) for rank in ranks if rank in entered}
-            if len(set(known.values())) > 1:
-                counts = ", ".join(f"{rank}: {one.count if one else 0}" for rank, one in known.items())
-                found.append(f"collectives of {axis.name} differ between ranks ({counts})")
-    return found
 
 
 def _rank(accounts: RankAccounts, *, cached: int, is_silent: bool) -> dict[str, Any]:
@@ -197,7 +183,7 @@ def _rank(accounts: RankAccounts, *, cached: int, is_silent: bool) -> dict[str, 
         },
         "slots": {"total": accounts.slots_total, "used": accounts.slots_used},
         "lanes": {"posted": accounts.lanes_posted, "unsent": accounts.lanes_unsent},
-        "collectives": {one.axis: one.count for one in accounts.collectives},
+        "collectives": {one.axis: one.entered for one in accounts.collectives},
     }
 
 

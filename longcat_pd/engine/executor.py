@@ -1,20 +1,20 @@
 """How plans reach ranks and answers come back: the protocol, and rank processes behind ZeroMQ.
 
-Notices every way in which a rank can be gone: its process ended, it fell silent, or a step does not end. Knows plans and
-messages, not what they mean; knows rank processes only as something to start, watch and stop, wherever they run. Imports no
-torch.
+Notices every way in which a rank can be gone: its process ended, it fell silent, a step does not end, or the ranks have
+parted. Knows plans and messages, not what they mean; knows rank processes only as something to start, watch and stop,
+wherever they run. Imports no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from longcat_pd.clock import HEARTBEAT_S, Clock
 from longcat_pd.config.schema import EngineConfig, InstanceSpec, RankSpec
 from longcat_pd.engine.background import Background
+from longcat_pd.engine.open_steps import OpenSteps, Outputs, Overdue
 from longcat_pd.engine.plan import (
     Heartbeat,
     PlanMessage,
@@ -52,7 +52,7 @@ class Executor(Protocol):
         """Bring up all ranks; their reports by rank. ``on_failure`` is called at most once, and then nothing more."""
         ...
 
-    def submit(self, plan: StepPlan) -> asyncio.Future[tuple[StepOutput, ...]]:
+    def submit(self, plan: StepPlan) -> Outputs:
         """Hand a plan to all ranks. The future is always finished: by the answers of all, or by an exception."""
         ...
 
@@ -88,8 +88,8 @@ class RankProcesses(Protocol):
         """Have every living rank write the stacks of its threads to its log."""
         ...
 
-    async def stop(self, grace_s: float) -> None:
-        """Wait so long for those that were told to end, then end them by force."""
+    async def stop(self, grace_s: float, *, is_faulty: bool = False) -> None:
+        """Wait so long for those that were told to end, then end them by force. ``is_faulty``: something has failed."""
         ...
 
 
@@ -107,12 +107,6 @@ def rank_specs(instance: InstanceSpec, incarnation: str) -> list[RankSpec]:
         )
         for rank in range(instance.parallel.world_size)
     ]
-
-
-@dataclass
-class _Step:
-    future: asyncio.Future[tuple[StepOutput, ...]]
-    outputs: dict[int, StepOutput] = field(default_factory=dict)
 
 
 def _ignore(_what: object) -> None:
@@ -133,9 +127,8 @@ class ProcessExecutor:
         self._config = config
         self._clock = clock
         self._roster = Roster(specs, clock.now())
-        self._steps: dict[int, _Step] = {}
-        self._progress_at = 0.0  # when the step in work began, at the latest
-        self._overdue_step: int | None = None
+        self._steps = OpenSteps(specs[0].instance.parallel, limit_s=config.step_timeout_s)
+        self._overdue: Overdue | None = None
         self._failure: LongcatError | None = None
         self._all_called = asyncio.Event()
         self._came_up = asyncio.Event()
@@ -166,40 +159,37 @@ class ProcessExecutor:
         self._background.keep(self._watch())
         return tuple(rank.ready for rank in self._roster.ranks if rank.ready is not None)
 
-    def submit(self, plan: StepPlan) -> asyncio.Future[tuple[StepOutput, ...]]:
+    def submit(self, plan: StepPlan) -> Outputs:
         """Send the plan to every rank."""
-        step = _Step(asyncio.get_running_loop().create_future())
+        outputs = self._steps.begin(plan.step_id, self._clock.now())
         if self._failure is not None:
-            step.future.set_exception(self._failure)
-            return step.future
-        if not self._steps:
-            self._progress_at = self._clock.now()
-        self._steps[plan.step_id] = step
+            self._steps.end(self._failure)
+            return outputs
         frames = _PLANS.encode(plan)
         for rank in self._roster.ranks:
             try:
                 self._sockets[0].send([rank.identity, *frames])
             except Unsendable:  # the end of its process, or its silence, will say why
                 logger().warning("plan_not_sent", rank=rank.number, step_id=plan.step_id)
-        return step.future
+        return outputs
 
     def rank_states(self) -> tuple[RankState, ...]:
         """By rank; never waits."""
-        return self._roster.states(self._clock.now(), self._overdue_step, absent=self._processes.absent())
+        return self._roster.states(self._clock.now(), self._overdue, absent=self._processes.absent())
 
     async def close(self) -> None:
         """Tell the ranks, wait for them, end them; then the sockets."""
-        grace_s = STOP_GRACE_S if self._failure is None and self._came_up.is_set() else FAULT_GRACE_S
-        if self._failure is None:
-            self._failure = EngineFault("the ranks were stopped")
-        self._finish_steps(self._failure)
+        is_faulty = self._failure is not None
+        grace_s = STOP_GRACE_S if not is_faulty and self._came_up.is_set() else FAULT_GRACE_S
+        self._failure = self._failure or EngineFault("the ranks were stopped")
+        self._steps.end(self._failure)
         for rank in self._roster.ranks:
             if rank.is_routable and self._sockets:
                 try:
                     self._sockets[0].send([rank.identity, *_PLANS.encode(Stop())])
                 except Unsendable:
                     logger().debug("stop_not_sent", rank=rank.number)
-        await self._processes.stop(grace_s)
+        await self._processes.stop(grace_s, is_faulty=is_faulty)
         await self._background.cancel()
         self._close_sockets()
 
@@ -261,15 +251,10 @@ class ProcessExecutor:
             self._roster.ranks[output.rank].fault = output.fault
             self._background.keep(self._judge_end())
             return
-        step = self._steps.get(output.step_id)
-        if step is None or output.rank in step.outputs:
-            self._fail(EngineFault(f"rank {output.rank} answered step {output.step_id}, which is not open"))
-            return
-        step.outputs[output.rank] = output
-        if len(step.outputs) == len(self._roster):
-            del self._steps[output.step_id]
-            self._progress_at = self._clock.now()
-            step.future.set_result(tuple(step.outputs[r] for r in sorted(step.outputs)))
+        try:
+            self._steps.answered(output, self._clock.now())
+        except EngineFault as error:
+            self._fail(error)
 
     def _see_who_is_up(self) -> None:
         if not self._roster.not_called():
@@ -297,17 +282,18 @@ class ProcessExecutor:
             self._fail(lost or cause)
 
     async def _watch(self) -> None:
-        """Judge silence and overdue steps once for each heartbeat."""
+        """Judge silence and overdue steps once for each heartbeat, and at the moment when a step becomes overdue."""
         before = self._clock.now()
         self._roster.all_heard_at(before)
         while True:
-            await self._clock.sleep(HEARTBEAT_S)
+            pause_s = min(self._steps.due_in(before) or HEARTBEAT_S, HEARTBEAT_S)
+            await self._clock.sleep(pause_s)
             now = self._clock.now()
-            stood_still = now - before - HEARTBEAT_S
+            stood_still = now - before - pause_s
             before = now
             if stood_still > HEARTBEAT_S:  # it was this process that slept
                 self._roster.forgive(stood_still)
-                self._progress_at += stood_still
+                self._steps.forgive(stood_still)
                 continue
             lost = self._roster.silence(now, self._config.rank_lost_s)
             if lost is not None:
@@ -315,16 +301,17 @@ class ProcessExecutor:
             self._judge_step(now)
 
     def _judge_step(self, now: float) -> None:
-        took = now - self._progress_at
-        was_overdue = self._overdue_step
-        self._overdue_step = min(self._steps) if self._steps and took > self._config.step_timeout_s else None
-        if self._overdue_step is None:
+        before = self._overdue
+        self._overdue = overdue = self._steps.overdue(now, self._roster.accounts())
+        if overdue is None:
             return
-        missing = [r.number for r in self._roster.ranks if r.number not in self._steps[self._overdue_step].outputs]
-        if was_overdue is None:
-            logger().warning("step_overdue", step_id=self._overdue_step, seconds=took, rank=missing)
-        if took > self._config.step_timeout_s + self._config.rank_lost_s:
-            self._fail(RankLost(f"step {self._overdue_step} has taken {took:.0f} s; no answer of ranks {missing}"))
+        if before is None or before.step_id != overdue.step_id:
+            where, missed = "; ".join(overdue.standing.lines), list(overdue.standing.missed)
+            logger().warning("step_overdue", step_id=overdue.step_id, seconds=overdue.seconds, rank=missed, where=where)
+            self._processes.dump_stacks()  # while all are still there
+        if overdue.seconds > self._config.step_timeout_s + self._config.rank_lost_s:
+            self._roster.lose(overdue.standing.missed)
+            self._fail(overdue.loss())
 
     def _fail(self, error: LongcatError) -> None:
         if self._failure is not None:
@@ -332,15 +319,10 @@ class ProcessExecutor:
         self._failure = error
         logger().error("rank_lost" if isinstance(error, RankLost) else "engine_fault", reason=error.message)
         self._processes.dump_stacks()
-        self._finish_steps(error)
+        self._steps.end(error)
         self._all_called.set()
         self._came_up.set()
         self._on_failure(error)
-
-    def _finish_steps(self, error: LongcatError) -> None:
-        steps, self._steps = self._steps, {}
-        for step in steps.values():
-            step.future.set_exception(error)
 
     def _defect(self, error: BaseException) -> None:
         logger().error("executor_fault", exc_info=error)

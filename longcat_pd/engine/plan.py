@@ -11,7 +11,7 @@ nobody before a later plan.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from longcat_pd.kv_transfer.messages import Arrival, DraftState, Push, TransferClosed
 
@@ -128,12 +128,14 @@ class SlotOutput:
     fault: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AxisCollectives:
-    """How many collectives a rank has entered along an axis, and a digest of their kinds in order."""
+class AxisCollectives(NamedTuple):
+    """How many collectives a rank has entered along an axis, and a digest of their kinds in order.
+
+    A tuple, because those of all ranks are compared behind every step.
+    """
 
     axis: str
-    count: int
+    entered: int
     digest: int
 
 
@@ -152,6 +154,7 @@ class RankAccounts:
     lanes_unsent: int = 0
     compilations: int = 0  # since the rank began; a step that serves adds none
     collectives: tuple[AxisCollectives, ...] = ()  # equal on all ranks of a process group after the same plan
+    stands_in: str = ""  # the axis along which the rank waits for others at this moment
 
     @property
     def blocks_free(self) -> int:

@@ -5,12 +5,13 @@ Judges only; whoever owns the sockets and the processes (``executor.py``) feeds 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from longcat_pd.clock import RANK_SILENT_S
 from longcat_pd.config.schema import RankSpec
+from longcat_pd.engine.open_steps import Overdue
 from longcat_pd.engine.plan import RankAccounts, RankReady
 from longcat_pd.errors import ConfigError, EngineFault, LongcatError, RankLost
 from longcat_pd.log import logger
@@ -20,7 +21,11 @@ STATUS_CONFIG = 2  # of a rank process that refuses its configuration or checkpo
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What is known of a rank without asking it. ``waits_for``: the machine that has to come before it can be started."""
+    """What is known of a rank without asking it.
+
+    ``waits_for``: the machine that has to come before it can be started. ``missed``: what is said of a rank for which an
+    overdue step waits.
+    """
 
     rank: int
     state: Literal["ok", "silent", "lost"]
@@ -28,6 +33,7 @@ class RankState:
     overdue_step: int | None
     accounts: RankAccounts
     waits_for: str = ""
+    missed: str = ""
 
 
 @dataclass
@@ -63,6 +69,15 @@ class Roster:
         """The rank of this name; None for strangers, also for a rank of a former life."""
         return self._by_identity.get(identity)
 
+    def accounts(self) -> dict[int, RankAccounts]:
+        """The newest that have come of each."""
+        return {rank.number: rank.accounts for rank in self.ranks}
+
+    def lose(self, ranks: Iterable[int]) -> None:
+        """They are gone, though their processes may still be there."""
+        for number in ranks:
+            self.ranks[number].is_lost = True
+
     def not_called(self) -> list[int]:
         """Ranks that plans cannot reach yet."""
         return [rank.number for rank in self.ranks if not rank.is_routable]
@@ -71,16 +86,17 @@ class Roster:
         """Ranks that have not loaded yet what they compute with."""
         return [rank.number for rank in self.ranks if rank.ready is None]
 
-    def states(self, now: float, overdue_step: int | None, *, absent: Mapping[int, str]) -> tuple[RankState, ...]:
+    def states(self, now: float, overdue: Overdue | None, *, absent: Mapping[int, str]) -> tuple[RankState, ...]:
         """By rank. ``absent``: those whose machine is waited for, and its name."""
         return tuple(
             RankState(
                 rank.number,
                 "lost" if rank.is_lost else "silent" if rank.is_silent else "ok",
                 now - rank.heard_at,
-                overdue_step,
+                overdue.step_id if overdue else None,
                 rank.accounts,
                 absent.get(rank.number, ""),
+                overdue.said_of(rank.number) if overdue else "",
             )
             for rank in self.ranks
         )

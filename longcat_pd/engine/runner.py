@@ -104,10 +104,11 @@ class ModelRunner:
             lanes_unsent=lanes.unsent,
             compilations=self._decoder.forms.num_compilations if self._decoder is not None else 0,
             collectives=tuple(
-                AxisCollectives(axis=axis, count=traffic.num_collectives, digest=traffic.digest)
+                AxisCollectives(axis=axis, entered=traffic.num_collectives, digest=traffic.digest)
                 for axis, traffic in list(self._mesh.traffic.axes.items())
                 if traffic.num_collectives  # and not messages alone
             ),
+            stands_in=self._mesh.traffic.stands_in,
         )
 
     def execute(self, plan: StepPlan) -> StepOutput:

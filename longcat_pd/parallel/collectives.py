@@ -60,13 +60,14 @@ COLLECTIVES: Mapping[str, Callable[[Line], Collectives]] = {"pairwise": Pairwise
 class PendingSend:
     """A message on its way. Its tensor must not change until ``wait`` has returned."""
 
+    line: Line
     work: dist.Work | None
     payload: torch.Tensor
 
     def wait(self) -> None:
         """Until the receiver has taken the message."""
         if self.work is not None:
-            self.work.wait()
+            self.line.traffic.wait(self.line.axis, [self.work])
 
 
 class AxisGroup:
@@ -156,14 +157,14 @@ class AxisGroup:
         """Like ``send`` without waiting."""
         assert self._line is not None, f"{self.name} has one rank"
         payload = x.contiguous()
-        return PendingSend(self._line.post_send(payload, to) if payload.numel() else None, payload)
+        return PendingSend(self._line, self._line.post_send(payload, to) if payload.numel() else None, payload)
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, frm: int) -> torch.Tensor:
         """Receives what the rank at coordinate ``frm`` sends, on the rank's device; an empty tensor is not sent."""
         assert self._line is not None, f"{self.name} has one rank"
         x = torch.empty(tuple(shape), dtype=dtype, device=self._line.device)
         if x.numel():
-            self._line.post_recv(x, frm).wait()
+            self._line.traffic.wait(self._line.axis, [self._line.post_recv(x, frm)])
         return x
 
     def _talking(self) -> Collectives:

@@ -62,8 +62,7 @@ class Pairwise:
         theirs[line.rank].copy_(mine[line.rank])
         works = [line.post_send(mine[to], to) for to in line.others if mine[to].numel()]
         works += [line.post_recv(theirs[frm], frm) for frm in reversed(line.others) if theirs[frm].numel()]
-        for work in works:
-            work.wait()
+        line.traffic.wait(line.axis, works)
         return received
 
     def sum_parts(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -107,8 +106,7 @@ def _exchange(parts: list[torch.Tensor], group: str, rank: int, axis: str, kind:
         line.traffic.sent(axis, line.ranks[to], parts[to].numel() * parts[to].element_size())
     works = [ranks.send([as_bytes(parts[to])], to, 0) for to in line.others]
     works += [ranks.recv([as_bytes(received[frm])], frm, 0) for frm in reversed(line.others)]
-    for work in works:
-        work.wait()
+    line.traffic.wait(axis, works)
     return received
 
 

@@ -9,8 +9,17 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
+
+
+class Work(Protocol):
+    """Something begun that ends when other ranks have done their part."""
+
+    def wait(self) -> object:
+        """Until then."""
+        ...
 
 
 @dataclass
@@ -36,10 +45,13 @@ class Traffic:
     """All axes of one rank. Written by the thread that computes; readers may see a step half counted.
 
     ``sent_to``: bytes by rank of the instance. What a device's own operators exchange inside (a fused dispatch) is unknown.
+    ``stands_in``: the axis along which the rank waits for others now; empty when it does not, and on devices whose
+    collectives the host does not wait in.
     """
 
     axes: dict[str, AxisTraffic] = field(default_factory=dict)
     sent_to: Counter[int] = field(default_factory=Counter)
+    stands_in: str = ""
     _note: Note | None = None
 
     def began(self, axis: str, kind: str) -> None:
@@ -47,6 +59,13 @@ class Traffic:
         self._began(axis, 1, kind.encode())
         if self._note is not None:
             self._note.kinds.setdefault(axis, []).append(kind.encode())
+
+    def wait(self, axis: str, works: Iterable[Work]) -> None:
+        """Until other ranks of the axis have done their part. After an error the rank is seen to stand where it failed."""
+        self.stands_in = axis
+        for work in works:
+            work.wait()
+        self.stands_in = ""
 
     def sent(self, axis: str, to: int, num_bytes: int) -> None:
         """So many bytes went to a rank, as part of a collective or as a message."""

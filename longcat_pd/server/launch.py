@@ -118,7 +118,7 @@ class ForkedRanks:
                 log.logger().error("rank_stack", rank=rank, pid=process.pid)
                 os.kill(process.pid, _STACKS)
 
-    async def stop(self, grace_s: float) -> None:
+    async def stop(self, grace_s: float, *, is_faulty: bool = False) -> None:
         """Wait so long for those that were told to end, then end them by force."""
         await asyncio.gather(*self._starts)  # one that was cancelled half-way is finished first, so that none is missed
         if not self._num_running:

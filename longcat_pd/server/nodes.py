@@ -123,15 +123,15 @@ class SeveralNodes:
         return {rank: e.title for e in absent for rank in range(e.number * each, (e.number + 1) * each)}
 
     def dump_stacks(self) -> None:
-        """Of all ranks, each in the log of its node. Only faults ask for it."""
-        self._status = STATUS_FAULT
+        """Of all ranks, each in the log of its node."""
         for entry in self._roster.present():
             self._send(entry, DumpStacks())
         self._own.dump_stacks()
 
-    async def stop(self, grace_s: float) -> None:
+    async def stop(self, grace_s: float, *, is_faulty: bool = False) -> None:
         """All nodes at once; one that does not say that its ranks have ended is left behind: it misses the driver soon."""
         self._all_left = asyncio.Event()
+        self._status = STATUS_FAULT if is_faulty and self._status == STATUS_OK else self._status
         for entry in self._roster.present():
             self._send(entry, StopRanks(grace_s=grace_s, status=self._status))
         self._see_who_is_here()

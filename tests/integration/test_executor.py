@@ -109,6 +109,7 @@ class Processes:
     on_loss: OnFailure = lambda error: None
     calls: list[str] = field(default_factory=list)
     lost: RankLost | None = None
+    is_faulty: bool | None = None
 
     async def start(self, on_exit: OnExit, on_loss: OnFailure) -> None:
         self.on_exit, self.on_loss = on_exit, on_loss
@@ -123,8 +124,9 @@ class Processes:
     def dump_stacks(self) -> None:
         self.calls.append("dump_stacks")
 
-    async def stop(self, grace_s: float) -> None:
+    async def stop(self, grace_s: float, *, is_faulty: bool = False) -> None:
         self.calls.append("stop")
+        self.is_faulty = is_faulty
 
 
 @dataclass

@@ -7,9 +7,9 @@ from longcat_pd.engine.accounting import report
 from longcat_pd.engine.plan import AxisCollectives, RankAccounts
 from longcat_pd.engine.room import RankFigures
 from longcat_pd.engine.roster import RankState
-from longcat_pd.parallel.layout import ParallelLayout
+from longcat_pd.engine.standing import groups_of
 
-LAYOUT = ParallelLayout.of(ParallelConfig(dp_size=2, kvp_size=2, attn_tp_size=2, ep_size=4))
+GROUPS = groups_of(ParallelConfig(dp_size=2, kvp_size=2, attn_tp_size=2, ep_size=4))
 
 
 def mismatch(*entered: dict[str, tuple[int, int]]) -> list[str]:
@@ -17,13 +17,13 @@ def mismatch(*entered: dict[str, tuple[int, int]]) -> list[str]:
     fresh = {
         rank: RankAccounts(
             rank=rank,
-            collectives=tuple(AxisCollectives(axis=axis, count=n, digest=digest) for axis, (n, digest) in axes.items()),
+            collectives=tuple(AxisCollectives(axis=axis, entered=n, digest=digest) for axis, (n, digest) in axes.items()),
         )
         for rank, axes in enumerate(entered)
     }
     states = [RankState(rank, "ok", 0.0, None, accounts) for rank, accounts in fresh.items()]
     nothing = [RankFigures(live=0, reserved=0, quarantined=0, slots=0, cached=0)] * len(fresh)
-    found = report({}, states, fresh=fresh, expected=nothing, layout=LAYOUT)
+    found = report({}, states, fresh=fresh, expected=nothing, groups=GROUPS)
     assert found["idle"] == (not found["mismatch"])
     return list(found["mismatch"])
 

@@ -90,7 +90,7 @@ class Ranks:
     def dump_stacks(self) -> None:
         self.calls.append("dump_stacks")
 
-    async def stop(self, grace_s: float) -> None:
+    async def stop(self, grace_s: float, *, is_faulty: bool = False) -> None:
         self.calls.append(("stop", grace_s))
 
 
@@ -361,11 +361,11 @@ async def test_a_node_that_ends_by_itself_is_lost_with_its_reason() -> None:
 async def test_the_end_on_all_nodes(is_faulty: bool, status: int) -> None:
     driver = Driver()
     await driver.begun()
-    if is_faulty:
-        driver.nodes.dump_stacks()
-    stopping = asyncio.ensure_future(driver.nodes.stop(5.0))
+    driver.nodes.dump_stacks()  # as for a step that was overdue, and may have ended
+    stopping = asyncio.ensure_future(driver.nodes.stop(5.0, is_faulty=is_faulty))
     await settle()
-    stacks: list[FromDriver] = [DumpStacks()] if is_faulty else []
+    stacks: list[FromDriver] = [DumpStacks()]
+    assert driver.own.calls[-2] == "dump_stacks"
     assert driver.told(1) == driver.told(2) == [*stacks, StopRanks(grace_s=5.0, status=status)]
     assert driver.own.calls[-1] == ("stop", 5.0)
     await driver.say(1, RankExited(rank=2, status=0))
