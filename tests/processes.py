@@ -7,7 +7,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import httpx
 
 from longcat_pd.cluster.processes import Children, Process, kill_sessions, send, wait_for_end
 from longcat_pd.config import resolve
-from longcat_pd.config.services import BALANCER, services
+from longcat_pd.config.services import BALANCER, Service, services
 from tests.topology import Topology
 
 READY_S = 60.0
@@ -25,7 +25,7 @@ class Processes:
     """Every service of a cluster in a session of its own, so that its ranks can be ended with it."""
 
     def __init__(self, config: Path) -> None:
-        self._config = config
+        self.config = config
         self._services = {service.name: service for service in services(resolve.unresolved(config))}
         self.url = self._services[BALANCER].url
         self.http_urls = {service.name: service.url for service in self._services.values() if service.kind == "driver"}
@@ -40,7 +40,7 @@ class Processes:
     def start(self, name: str, *overrides: str) -> None:
         """``overrides``: settings that this process alone reads."""
         sets = [word for item in overrides for word in ("--set", item)]
-        self.launch(name, [*self._services[name].arguments, "--config", str(self._config), *sets])
+        self.launch(name, [*self._services[name].arguments, "--config", str(self.config), *sets])
 
     def launch(self, name: str, arguments: Sequence[str]) -> None:
         """In place of the service ``name``: an interpreter with these arguments."""
@@ -48,6 +48,9 @@ class Processes:
         launched = self._children.launch(name, [sys.executable, *arguments], log=log, ready_url="")
         self._lives.append(launched)
         self.running[name] = launched
+
+    def service(self, name: str) -> Service:
+        return self._services[name]
 
     def signal(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         send(self.running[name], number)
@@ -64,7 +67,7 @@ class Processes:
         return kill_sessions([self.running[name]], grace_s=grace_s)
 
     def log_file(self, name: str, life: int) -> Path:
-        return self._config.parent / f"{life}-{name}.log"
+        return self.config.parent / f"{life}-{name}.log"
 
     def log(self, name: str) -> str:
         return Path(self.running[name].log).read_text()
@@ -104,9 +107,11 @@ async def ready(url: str, client: httpx.AsyncClient, seconds: float = READY_S) -
 
 
 @contextlib.asynccontextmanager
-async def running(config: Path) -> AsyncIterator[tuple[Processes, Topology]]:
+async def running(
+    config: Path, made_of: Callable[[Path], Processes] = Processes
+) -> AsyncIterator[tuple[Processes, Topology]]:
     """All processes of the file, ready."""
-    processes = Processes(config)
+    processes = made_of(config)
     with _ended(processes):
         for name in processes.names:
             processes.start(name)

@@ -276,6 +276,8 @@ class ProcessExecutor:
         self._judge()
 
     def _judge(self) -> None:
+        if self._failure is not None:  # what ends now is ended, and not the rank that was lost
+            return
         cause = self._roster.cause(is_up=self._came_up.is_set())
         if cause is not None:
             lost = self._processes.loss() if isinstance(cause, EngineFault) else None

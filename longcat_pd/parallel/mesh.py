@@ -15,6 +15,8 @@ from longcat_pd.parallel.line import Line
 from longcat_pd.parallel.platform import Platform, platform_of
 from longcat_pd.parallel.traffic import Traffic
 
+_JUDGED_FIRST_S = 10.0  # also by a driver that is slow, or counts from a little later than the ranks
+
 
 class Mesh:
     """A layout, a rank in it, one group for each of its axes, and what was exchanged in them.
@@ -108,8 +110,8 @@ class Mesh:
 
 def _make_groups(spec: RankSpec, layout: ParallelLayout, platform: Platform) -> dict[AxisName, dist.ProcessGroup]:
     """This rank's group of each axis; which axes share one, ``communicators.py`` says."""
-    # the driver judges a slow step first (step_timeout_s); a collective gives up only after the driver has
-    judged_s = spec.instance.engine.step_timeout_s + spec.instance.engine.rank_lost_s
+    # the driver judges a slow step first, once for each heartbeat; a collective gives up only after the driver has
+    judged_s = spec.instance.engine.step_timeout_s + spec.instance.engine.rank_lost_s + _JUDGED_FIRST_S
     timeout = timedelta(seconds=max(judged_s, platform.collective_limit_s))
     groups: dict[AxisName, dist.ProcessGroup] = {}
     made: dict[Communicator, dist.ProcessGroup] = {}

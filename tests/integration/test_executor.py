@@ -22,6 +22,7 @@ from longcat_pd.config.schema import (
 )
 from longcat_pd.engine.executor import OnExit, OnFailure, ProcessExecutor, rank_specs
 from longcat_pd.engine.plan import (
+    AxisCollectives,
     Heartbeat,
     PlanMessage,
     RankAccounts,
@@ -63,6 +64,7 @@ class Rank:
         self.plans = wire.AsyncSocket("dealer", spec.plan_endpoint, bind=False, identity=spec.identity)
         self.messages = wire.AsyncSocket("push", spec.output_endpoint, bind=False, linger_s=1.0)
         self.beating: asyncio.Task[None] | None = None
+        self.entered, self.stands_in = 0, ""
 
     def say(self, message: RankMessage) -> None:
         self.messages.send([self.identity, *self.MESSAGES.encode(message)])
@@ -89,7 +91,15 @@ class Rank:
 
     def answer(self, step_id: int, *, fault: str | None = None) -> None:
         slots = (SlotOutput(slot=0, token_ids=(7,)),) if self.rank == 0 and fault is None else ()
-        self.say(StepOutput(step_id=step_id, rank=self.rank, slots=slots, fault=fault))
+        self.say(StepOutput(step_id=step_id, rank=self.rank, slots=slots, fault=fault, accounts=self.accounts()))
+
+    def stand(self, axis: str, entered: int) -> None:
+        """From its next heartbeat on it waits there, having entered so many collectives of kvp."""
+        self.stands_in, self.entered = axis, entered
+
+    def accounts(self) -> RankAccounts:
+        collectives = (AxisCollectives("kvp", self.entered, self.entered),)
+        return RankAccounts(rank=self.rank, blocks_total=8, collectives=collectives, stands_in=self.stands_in)
 
     def close(self) -> None:
         if self.beating is not None:
@@ -99,7 +109,7 @@ class Rank:
 
     async def _beat(self) -> None:
         while True:
-            self.say(Heartbeat(rank=self.rank, step_id=0, accounts=RankAccounts(rank=self.rank, blocks_total=8)))
+            self.say(Heartbeat(rank=self.rank, step_id=0, accounts=self.accounts()))
             await asyncio.sleep(1.0 / SPEED)
 
 
@@ -203,7 +213,7 @@ async def test_ranks_are_told_to_stop() -> None:
         await r.start()
         await r.executor.close()
         assert [await rank.hear() for rank in r.ranks] == [Stop(), Stop()]
-        assert r.failures == []
+        assert r.failures == [] and r.processes.is_faulty is False
 
 
 async def test_a_fault_ends_the_step_and_everything_after_it() -> None:
@@ -286,6 +296,47 @@ async def test_a_step_that_does_not_end_is_overdue_then_lost() -> None:
         assert r.failures == []
         with pytest.raises(RankLost, match=r"no answer of ranks \[1\]"):
             await asyncio.wait_for(step, 5.0)
+
+
+async def test_an_overdue_step_has_all_stacks_logged_once_and_its_cause_named_before_it_is_lost() -> None:
+    async with rig(3) as r:
+        await r.start()
+        step = r.executor.submit(StepPlan(step_id=1, phase="decode"))
+        for rank in (0, 2):
+            r.ranks[rank].stand("kvp", 5)
+        r.ranks[1].stand("", 4)
+        await r.until(lambda: r.executor.rank_states()[0].overdue_step == 1)
+        assert r.failures == [] and r.processes.calls == ["start", "dump_stacks"]
+        missed = [state.missed for state in r.executor.rank_states()]
+        where = "ranks [0, 2] are in number 5 of kvp, which ranks [1] have not entered (0: 5, 1: 4, 2: 5)"
+        assert missed[0] == missed[2] == "" and missed[1].startswith("step 1 has waited 2") and missed[1].endswith(where)
+        for rank in r.ranks:
+            rank.stand("", 5)
+            rank.answer(1)
+        await asyncio.wait_for(step, 5.0)
+        await r.until(lambda: r.executor.rank_states()[0].overdue_step is None)
+        assert r.states() == ["ok"] * 3 and r.executor.rank_states()[1].missed == ""
+        lost = r.executor.submit(StepPlan(step_id=2, phase="decode"))
+        r.ranks[0].stand("kvp", 6)
+        r.ranks[2].stand("kvp", 6)
+        with pytest.raises(RankLost, match=r"no answer of ranks \[0, 1, 2\]; ranks \[0, 2\] are in number 6 of kvp"):
+            await asyncio.wait_for(lost, 5.0)
+        assert r.states() == ["ok", "lost", "ok"]
+        assert r.processes.calls == ["start", *["dump_stacks"] * 3], "when it was overdue, and when it was lost"
+    assert r.processes.is_faulty
+
+
+async def test_ranks_that_have_parted_end_the_instance_behind_the_step() -> None:
+    async with rig() as r:
+        await r.start()
+        step = r.executor.submit(StepPlan(step_id=1, phase="decode"))
+        r.ranks[0].entered, r.ranks[1].entered = 7, 6
+        for rank in r.ranks:
+            rank.answer(1)
+        with pytest.raises(EngineFault, match=r"behind step 1 collectives of kvp differ between ranks \(0: 7, 1: 6\)"):
+            await asyncio.wait_for(step, 5.0)
+        assert len(r.failures) == 1 and "dump_stacks" in r.processes.calls
+    assert r.processes.is_faulty
 
 
 async def test_a_step_behind_a_slow_one_has_its_own_time() -> None:
