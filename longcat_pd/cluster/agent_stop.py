@@ -31,7 +31,8 @@ def stop(job: Job, orders: Orders, say: Say) -> None:
         state = folder.read()
         others = tuple(other.config for other in folder.others())
         if state is None:
-            say(Event(found=Found(is_recorded=False, others=others)))
+            findings = () if others else tuple(port_findings(job.ports))  # a record may be lost while services run
+            say(Event(found=Found(is_recorded=False, others=others, findings=findings)))
             return
         names = named((process.name, process.pid) for process in state.alive)
         say(Event(found=Found(is_recorded=True, alive=names, drain_s=state.drain_s)))

@@ -92,6 +92,12 @@ def report(cluster: Cluster, stopped: Mapping[Machine, Stopped], *, is_all: bool
 
 
 def _nothing_runs(cluster: Cluster, found: Mapping[Session, Found]) -> Outcome:
+    findings = [(session.machine.name, line) for session, answer in found.items() for line in answer.findings]
+    if findings:
+        complain(f"error: nothing of {cluster.name} is recorded, so nothing was ended, but its ports are taken:")
+        for line in grouped(findings, is_alone=len(cluster.machines) == 1):
+            complain(f"error: {line}")
+        return Outcome(status=EXIT_FAILED, is_clear=False)
     others = list(dict.fromkeys(other for answer in found.values() for other in answer.others))
     say(not_running(cluster.name, others))
     cluster.memory.clear()

@@ -247,14 +247,20 @@ class ProcessExecutor:
 
     def _answered(self, output: StepOutput) -> None:
         if output.fault is not None:
-            logger().error("rank_fault", rank=output.rank, step_id=output.step_id, fault=output.fault)
-            self._roster.ranks[output.rank].fault = output.fault
-            self._background.keep(self._judge_end())
+            self._failed(output.rank, output.step_id, output.fault)
             return
         try:
             self._steps.answered(output, self._clock.now())
         except EngineFault as error:
             self._fail(error)
+
+    def _failed(self, rank: int, step_id: int, fault: str) -> None:
+        """The first trace says why; of ranks that only miss that one the last line is enough."""
+        is_first = self._failure is None and not any(other.fault for other in self._roster.ranks)
+        said = fault if is_first else fault.rstrip().rpartition("\n")[2]
+        logger().error("rank_fault", rank=rank, step_id=step_id, fault=said)
+        self._roster.ranks[rank].fault = fault
+        self._background.keep(self._judge_end())
 
     def _see_who_is_up(self) -> None:
         if not self._roster.not_called():

@@ -21,6 +21,8 @@ DRAFTS = {"num_draft_tokens": 3}
 PROMPTS: list[Any] = ["a long river", [*range(300, 340)], [*range(600, 633)]]
 LIST = {"prompt": PROMPTS, "n": 4, "max_tokens": 4, "temperature": 0.8, "seed": 3, "return_token_ids": True, "logprobs": 1}
 NUM_CHOICES, PREFILL_SLOTS, IN_LINE = 12, 3, 3
+LONG = 24
+IDLE_S = 8.0  # on a machine that does many things at once
 
 
 @contextlib.asynccontextmanager
@@ -43,7 +45,7 @@ async def post(topology: Topology, **fields: Any) -> dict[str, Any]:
 
 async def until_busy(topology: Topology, **wanted: int) -> None:
     """Until so many wait at p0, wait at d0 and run there."""
-    until = asyncio.get_running_loop().time() + 20
+    until = asyncio.get_running_loop().time() + 60
     while True:
         instances = (await topology.account())["instances"]
         p, d = (instances[name]["driver"] for name in ("p0", "d0"))
@@ -70,7 +72,7 @@ async def check_lists(topology: Topology, expected: dict[str, Any]) -> None:
 
 async def check_turns(topology: Topology) -> None:
     """Who comes later is served while a body with many choices is."""
-    many = asyncio.ensure_future(post(topology, **LIST))
+    many = asyncio.ensure_future(post(topology, **{**LIST, "max_tokens": LONG}))  # so that its turns can be seen
     await until_busy(topology, prefill=0, decode=1)
     await post(topology, prompt=[7], max_tokens=2)
     assert not many.done()
@@ -92,7 +94,7 @@ async def check_priority(topology: Topology) -> None:
             at_decode = min(in_line, PREFILL_SLOTS)
             await until_busy(topology, prefill=in_line - at_decode, decode=at_decode, running=1)
 
-    tasks = [asyncio.ensure_future(post(topology, prompt=[1, 2, 3], max_tokens=250, ignore_eos=True))]
+    tasks = [asyncio.ensure_future(post(topology, prompt=[1, 2, 3], max_tokens=450, ignore_eos=True))]
     await until_busy(topology, prefill=0, decode=0, running=1)
     await come(50, 50, 50)
     await come(20, -20, 20)
@@ -109,12 +111,12 @@ async def check_ends(topology: Topology) -> None:
             heard = answer.aiter_lines()
             for _ in range(lines):
                 await anext(heard)
-        await topology.idle_within()
+        await topology.idle_within(IDLE_S)
     late = await topology.client.post(
         "/v1/completions", json={**LIST, "max_tokens": 99}, headers={"X-Request-Timeout": "0.7"}
     )
     assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
-    await topology.idle_within()
+    await topology.idle_within(IDLE_S)
 
 
 async def test_many_choices_over_narrow_pools(tmp_path: Path) -> None:
@@ -124,11 +126,11 @@ async def test_many_choices_over_narrow_pools(tmp_path: Path) -> None:
         expected = await post(topology, **LIST)
     async with narrow(model, tmp_path) as topology:
         await check_lists(topology, expected)
-        await topology.idle_within()
+        await topology.idle_within(IDLE_S)
         await check_turns(topology)
         await check_priority(topology)
         await check_ends(topology)
-        account = await topology.idle_within()
+        account = await topology.idle_within(IDLE_S)
         assert all(worker["mismatch"] == [] for worker in account["instances"].values())
 
 
@@ -144,7 +146,7 @@ async def test_choices_wait_for_their_own_body_as_long_as_it_takes(tmp_path: Pat
         assert (other.status_code, other.json()["error"]["code"]) == (503, "overloaded")
         assert [len(choice["text"]) > 0 for choice in (await many)["choices"]] == [True] * 5
         assert asyncio.get_running_loop().time() - began > 0.4
-        await topology.idle_within()
+        await topology.idle_within(IDLE_S)
 
 
 @pytest.mark.slow
@@ -156,4 +158,4 @@ async def test_as_many_choices_as_there_may_be(tmp_path: Path) -> None:
         lists = [{**LIST, "prompt": [[number, 5, 6 + place] for place in range(8)], "n": 8} for number in (100, 200)]
         both = await asyncio.gather(*(post(topology, **asked) for asked in lists))
         assert [len(answer["choices"]) for answer in both] == [64, 64]
-        await topology.idle_within()
+        await topology.idle_within(IDLE_S)

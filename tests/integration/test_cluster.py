@@ -266,6 +266,9 @@ def test_a_record_that_was_cut_off_is_told_and_hinders_no_other_cluster(run: Run
     record.write_text("")
     assert run("start") == 2 and run("stop") == 2
     assert f"error: {record}: the record of what runs is damaged" in run.err
+    record.unlink()
+    assert run("stop") == 1
+    assert "is recorded, so nothing was ended, but its ports are taken:" in run.err and "is taken by pid " in run.err
     record.write_text(whole)
     run("stop")
     assert run.folder.read() is None
