@@ -19,6 +19,7 @@ from tests.topology import Topology, cluster_file
 
 LONG = {**BODY, "max_tokens": 150, "stream": True}
 PATIENCE_S = 120.0
+KEY = "of-the-cluster-and-of-its-operator"
 
 
 class Passing:
@@ -129,10 +130,20 @@ async def balancer_leaves(processes: Processes, topology: Topology) -> None:
 
 @pytest.mark.slow
 async def test_each_role_leaves_in_order(tiny: MakeCheckpoint, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text(KEY + "\n")
+    key.chmod(0o600)
     path = cluster_file(
-        tmp_path, tiny("2.0"), num_prefill=2, num_decode=2, model={"path": str(tiny("2.0")), "dtype": "float32"}
+        tmp_path,
+        tiny("2.0"),
+        num_prefill=2,
+        num_decode=2,
+        model={"path": str(tiny("2.0")), "dtype": "float32"},
+        cluster_key_file=str(key),
+        load_balancer_settings={"admin_key_file": str(key)},
     )
     async with running(path) as (processes, topology):
+        topology.client.headers["Authorization"] = f"Bearer {KEY}"
         for url in processes.http_urls.values():
             await ready(url, topology.client, PATIENCE_S)
         good = await call(topology, is_streamed=False)

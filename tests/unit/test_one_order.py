@@ -1,6 +1,6 @@
 """Admits and aborts at any moment: every stage of a pipeline executes the same plans in the same order, however far apart.
 
-Each stage is a pencil of its own, whose books are checked with every plan, and runs as late as it likes behind the one before.
+Each stage is a pencil of its own, whose books are checked with every plan, and runs as late as it likes behind another.
 """
 
 from __future__ import annotations
