@@ -91,7 +91,7 @@ async def signalled(processes: Processes, topology: Topology, good: list[int], n
     assert set(await asyncio.gather(*streams)) == {"[DONE]"}
     assert await asyncio.to_thread(processes.wait, name, PATIENCE_S) == 0
     await passing.all_good()
-    assert processes.left_of(name, grace_s=15.0) == []
+    assert processes.left_of(name, grace_s=20.0) == []
     processes.start(name)
     await ready(processes.http_urls[name], topology.client, PATIENCE_S)
 
@@ -107,7 +107,7 @@ async def signalled_twice(processes: Processes, topology: Topology, good: list[i
     print(f"{name}: status {status}, streams end with {sorted(end[:60] for end in ends)}")
     assert status == 3
     assert all(end == "[DONE]" or '"draining"' in end for end in ends), ends
-    assert processes.left_of(name, grace_s=15.0) == []
+    assert processes.left_of(name, grace_s=20.0) == []
     processes.start(name)
     await ready(processes.http_urls[name], topology.client, PATIENCE_S)
     assert await call(topology, is_streamed=True) == good

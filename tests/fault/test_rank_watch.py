@@ -128,7 +128,7 @@ async def lost(processes: BadRanks, topology: Topology, victim: str, row: Row, g
         limit_s = SILENT_S + 5.0 if row.kind == "stop" else STEP_TIMEOUT_S + 1.0
         assert told_s < limit_s + SLACK_S
     check_log(processes.log(victim), row)
-    assert processes.left_of(victim, grace_s=8.0) == []
+    assert processes.left_of(victim, grace_s=20.0) == []
 
 
 def check_log(log: str, row: Row) -> None:

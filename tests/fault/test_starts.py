@@ -55,7 +55,7 @@ async def fails_then_works(processes: Processes, mend: Mend, *, status: int, sai
     with ended(processes):
         processes.start("p0")
         assert processes.wait("p0", START_S) == status
-        assert processes.left_of("p0", grace_s=8.0) == []
+        assert processes.left_of("p0", grace_s=20.0) == []
         log = processes.log("p0")
         told = [line for line in log.splitlines() if re.search(" (rank_fault|rank_lost|start_refused|stopped) ", line)]
         began, over = (datetime.fromisoformat(line.split()[0]) for line in (told[0], told[-1]))
@@ -161,7 +161,7 @@ async def test_a_peer_that_does_not_match_is_refused_and_those_that_serve_are_no
             processes.wait("p1")
             processes.start("p1", setting)
             assert processes.wait("p1", 60.0) == 2
-            assert processes.left_of("p1", grace_s=8.0) == []
+            assert processes.left_of("p1", grace_s=20.0) == []
             (line,) = errors(processes.log("p1"))
             values = line.partition(f"error: peer d0: {field} differs: ")[2]
             assert values.startswith("prefill ") and ", decode " in values, line
