@@ -321,6 +321,7 @@ async def test_unknown_peers_and_other_roles() -> None:
         ({"digest_mode": "all"}, ("digest_mode", "off", "all")),
         ({"num_draft_tokens": 3}, ("num_draft_tokens", "0", "3")),
         ({"max_model_len": 63}, ("max_model_len", "64", "63")),
+        ({"layers_per_stage": (7,)}, ("layers_per_stage", "(1,)", "(7,)")),
     ],
 )
 async def test_pools_that_do_not_match_refuse_each_other(changes: dict[str, object], shown: tuple[str, str, str]) -> None:
