@@ -10,7 +10,7 @@ import contextlib
 import io
 import json
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -98,19 +98,19 @@ class InlineServer:
             found.append([steady(json.loads(event.removeprefix("data: "))) for event in events])
         return found
 
-    def post(self, *asked: Asked) -> list[httpx.Response]:
+    def post(self, *asked: Asked, headers: Mapping[str, str] | None = None) -> list[httpx.Response]:
         """Good answers, whatever they are."""
-        answers = self.responses(*asked)
+        answers = self.responses(*asked, headers=headers)
         for one, answer in zip(asked, answers, strict=True):
             assert answer.status_code == 200, f"{one}: {answer.text}"
         return answers
 
-    def responses(self, *asked: Asked) -> list[httpx.Response]:
+    def responses(self, *asked: Asked, headers: Mapping[str, str] | None = None) -> list[httpx.Response]:
         """Answers of any kind, asked for at once."""
 
         async def all_of_them() -> list[httpx.Response]:
-            headers = {"X-Request-Id": "r"}
-            answers = (self._client.post(one.route, json=one.fields, headers=headers) for one in asked)
+            named = {"X-Request-Id": "r", **(headers or {})}
+            answers = (self._client.post(one.route, json=one.fields, headers=named) for one in asked)
             return await asyncio.gather(*answers)
 
         return self._run(all_of_them())
@@ -131,8 +131,8 @@ def steady(record: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def inline_server(model: Path, *overrides: str) -> Iterator[InlineServer]:
-    """Ready, until the block is left; then everything has to be back."""
+def inline_server(model: Path, *overrides: str, app_of: Callable[..., Any] = create_app) -> Iterator[InlineServer]:
+    """Ready, until the block is left; then everything has to be back. ``app_of``: as ``create_app``."""
     log.set_up(stream=io.StringIO())  # a line for each request would hide what failed
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="server")
@@ -149,7 +149,7 @@ def inline_server(model: Path, *overrides: str) -> Iterator[InlineServer]:
         metrics=metrics,
     )
     service = StandaloneService(spec, engine, hello=hello, clock=clock)
-    app = create_app(service, TextProcessor.load(model), metrics, gate=Gate(), front=LoadBalancerConfig())
+    app = app_of(service, TextProcessor.load(model), metrics, gate=Gate(), front=LoadBalancerConfig())
     client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://inline")
 
     def run(work: Coroutine[Any, Any, Any]) -> Any:

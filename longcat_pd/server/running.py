@@ -98,7 +98,7 @@ class Running:
                         continue
                     self._journal.token(record)
                     num_tokens[item.index] = item.num_tokens
-                    record.num_output = sum(num_tokens.values()) - num_said
+                    record.num_output = max(sum(num_tokens.values()) - num_said, 0)
                     record.finish = item.finish_reason or record.finish
                     yield item
 

@@ -53,6 +53,13 @@ def test_what_is_known_of_a_sequence(state: SamplingState) -> None:
     assert biased == {7: 2.0, 1: -100.0}
 
 
+def test_what_was_said_elsewhere_is_of_the_answer(state: SamplingState) -> None:
+    """The same sequence: its answer has begun in a prompt that the ranks computed as one."""
+    state.seat(0, known([5, 5, 9, 9, 4], replace(ALL, num_said=1, min_tokens=2), 4))
+    assert torch.equal(state.counts[0], state.counts[1]) and torch.equal(state.flags[0], state.flags[1])
+    assert state.early_until[0] == state.early_until[1] == 6
+
+
 def test_a_row_sees_the_drafts_before_it(state: SamplingState) -> None:
     slots, drafts = torch.tensor([2, 1]), torch.tensor([[3, 3], [6, 8]])
     positions = torch.tensor([[2, 3, 4], [5, 6, 7]])
