@@ -15,6 +15,8 @@ import pytest
 from longcat_pd.engine.request import Delta, FinishReason, Request, TokenOutput
 from longcat_pd.errors import RankLost, TransferFailed
 from longcat_pd.metrics import Metrics
+from longcat_pd.server.choice import ChoiceText
+from longcat_pd.server.stops import StopFinder
 from longcat_pd.server.text import TextProcessor
 from longcat_pd.wire import pack
 from tests.manual_clock import settle
@@ -330,3 +332,28 @@ async def test_halves_that_do_not_agree_both_end(offer_first: bool) -> None:
         assert isinstance(ours, TransferFailed) and "behind 2 ids of the answer, this leg behind 1" in ours.message
         assert isinstance(theirs, TransferFailed) and theirs.cause == "peer"
         await p.assert_idle()
+
+
+# ---- the reader of an answer
+
+
+def reader(text: TextProcessor) -> ChoiceText:
+    return ChoiceText(0, text.decoder(), stops=StopFinder(["halt"]))
+
+
+def test_what_was_sent_is_not_said_again(text: TextProcessor) -> None:
+    """Neither the beginning, nor text, nor ids, not even those whose text is still held back; it comes when it may."""
+    [token_id] = text.encode("h")[-1:]
+    choice = reader(text)
+    assert choice.replay([token_id], were_sent=True) == []
+    pieces = choice.push(Delta(tuple(map(TokenOutput, text.encode("i there")))))
+    assert [piece.delta for piece in pieces] == [{"content": "hi there"}]
+    assert pieces[0].token_ids == tuple(text.encode("i there")) and pieces[0].ends_step
+    assert pieces[0].num_tokens == 1 + len(text.encode("i there"))
+
+
+def test_what_was_not_sent_is_said(text: TextProcessor) -> None:
+    choice = reader(text)
+    opening, piece = choice.replay(text.encode("so h"), were_sent=False)
+    assert (opening.delta, piece.delta) == ({}, {"content": "so "})
+    assert (opening.ends_step, piece.ends_step) == (False, True) and piece.token_ids == tuple(text.encode("so h"))
