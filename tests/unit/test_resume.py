@@ -357,3 +357,12 @@ def test_what_was_not_sent_is_said(text: TextProcessor) -> None:
     opening, piece = choice.replay(text.encode("so h"), were_sent=False)
     assert (opening.delta, piece.delta) == ({}, {"content": "so "})
     assert (opening.ends_step, piece.ends_step) == (False, True) and piece.token_ids == tuple(text.encode("so h"))
+
+
+async def test_whether_reasoning_is_open_is_seen_from_the_prompt_proper(folder: str, text: TextProcessor) -> None:
+    prompt, said = text.encode("x<longcat_think>\n"), text.encode("why")
+    service = FakeService(folder, says(text.encode(" so\n</longcat_think>\nyes")), role="decode")
+    service.offered_prompt, service.offered_max_tokens = (*prompt, *said), 90
+    body = {"messages": [{"role": "user", "content": "x"}], "resume": {**GOOD, "token_ids": said}}
+    message = (await post(service, body, RESUME)).json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("why so", "yes")
