@@ -27,7 +27,6 @@ from longcat_pd.server.text import TextProcessor
 from longcat_pd.tiny.make import write_tiny
 from tests.answer_parts import differences
 from tests.inline_server import Asked, InlineServer, inline_server
-from tests.integration.test_edits import NARROW
 from tests.integration.test_structured import ENDS
 from tests.resumption import IDS, RESUME, Told, changed, read_plain, read_told, steady_parts
 from tests.unit.fake_service import LEG
@@ -42,6 +41,7 @@ SCHEMA = {
 }
 BOUND = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+NARROW = {str(token): 30 for token in range(100, 106)}  # nothing else is said, so ids come again and again
 PENALTIES = {"frequency_penalty": 0.7, "presence_penalty": -0.4, "repetition_penalty": 1.4}
 DRAWN = {"temperature": 0.9, "seed": -5}
 
@@ -50,7 +50,7 @@ COMPLETIONS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},  # the server draws the seed
     {**DRAWN, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "logprobs": 0},
     {"temperature": 0, "logit_bias": NARROW, **PENALTIES},
-    {**DRAWN, "logit_bias": {**NARROW, "2": 3.0}, **PENALTIES, "min_tokens": 7, "logprobs": 1},
+    {**DRAWN, "logit_bias": {**NARROW, "2": 20}, **PENALTIES, "min_tokens": 7, "logprobs": 1},
     {**DRAWN, "logit_bias": {"2": 100}, "min_tokens": 6},
     {**DRAWN, "logit_bias": {"2": 4}, "ignore_eos": True},
     {"temperature": 0, "stop": ["e", "ou"], "min_tokens": 9, "logprobs": 1},

@@ -16,8 +16,7 @@ import pytest
 from longcat_pd.config import resolve
 from longcat_pd.config.schema import ClusterConfig
 from tests.answer_parts import differences
-from tests.integration.test_edits import NARROW
-from tests.integration.test_resume import BOUND, DRAWN, PENALTIES, counts
+from tests.integration.test_resume import BOUND, DRAWN, NARROW, PENALTIES, counts
 from tests.parity.conftest import MakeCheckpoint
 from tests.resumption import IDS, RESUME, Told, changed, read_plain, read_told, steady_parts
 from tests.topology import CHUNK, cluster_file, pools

@@ -235,6 +235,14 @@ async def test_prefill_computes_the_prompt_with_the_ids_behind_it(folder: str) -
     assert (sampling.max_tokens, sampling.min_tokens, sampling.num_said) == (16, 1, 0)
 
 
+async def test_a_whole_answer_with_logprobs_begins_anew(folder: str) -> None:
+    """Those of the ids that were said are known to nobody any more. A stream has sent them."""
+    service = FakeService(folder, plays([300]), role="prefill")
+    for more, said in (({}, ()), ({"stream": True}, (300, 301))):
+        await post(service, {**BASE, "logprobs": 0, **more, "resume": GOOD}, RESUME)
+        assert service.requests[-1].said_token_ids == said and service.requests[-1].sampling.seed == 77
+
+
 async def test_prefill_refuses_another_prompt_and_ids_behind_which_nothing_comes(folder: str) -> None:
     service = FakeService(folder, plays([300]), role="prefill")
     answer = await post(service, {**BASE, "prompt": [5, 6], "resume": GOOD}, RESUME)
