@@ -1,7 +1,8 @@
 """Small records on ZeroMQ: sockets by the name of their pattern, and the form of a record on the wire.
 
 A record is a frozen dataclass; on the wire it is two frames, its class name and its fields as MessagePack. Lists of token
-or block ids are little-endian int32 bytes inside a record. This file alone knows ZeroMQ and msgspec; it knows no record.
+or block ids are little-endian int32 bytes inside a record. This file alone knows msgspec, and with ``curve.py``, which says
+who may connect, ZeroMQ; it knows no record.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import socket as sockets
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Generic, Literal, TypeVar
+from functools import partial
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 import zmq
+
+from longcat_pd.curve import Admission, Door
 
 R = TypeVar("R")
 
@@ -22,10 +26,13 @@ WIRE_VERSION = 4  # raised whenever a record changes its meaning; must be equal 
 
 Pattern = Literal["router", "dealer", "push", "pull"]
 
+_Socket = zmq.Socket[bytes]
+
 _KINDS: dict[Pattern, int] = {"router": zmq.ROUTER, "dealer": zmq.DEALER, "push": zmq.PUSH, "pull": zmq.PULL}
 _HIGH_WATER_MARK = 4096  # messages; far above what is ever in flight, so that reaching it means a dead reader
 _MAX_FRAME_BYTES = 256 << 20  # a plan with a million-token prompt takes 4 MiB
 _MAX_TAG_BYTES = 64
+_DIAL_AGAIN_S = 0.2  # after a handshake that failed
 
 
 class MalformedRecord(ValueError):
@@ -60,22 +67,31 @@ def _numeric(endpoint: str) -> str:
     return tcp(str(first[4][0]), port)
 
 
-def _opened(
-    pattern: Pattern, endpoint: str, *, bind: bool, identity: bytes
-) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
-    """A socket with a context of its own. Raises OSError when the address cannot be had."""
+class _Open(NamedTuple):
+    """A socket that is open. ``context``: of its own; it ends when nobody holds it."""
+
+    context: zmq.Context[_Socket]
+    socket: _Socket
+    door: Door
+
+
+def _opened(pattern: Pattern, endpoint: str, *, bind: bool, identity: bytes, admission: Admission) -> _Open:
+    """A socket with a context of its own, and its door. Raises OSError when the address cannot be had."""
     address = _numeric(endpoint) if bind else endpoint
-    context = zmq.Context()
+    context: zmq.Context[_Socket] = zmq.Context()
     socket = context.socket(_KINDS[pattern])
     try:
+        if admission.seal is not None:
+            admission.seal.put_on(socket, listens=bind)
+        door = Door(socket, admission, listens=bind)
         _set_up(socket, pattern, address, bind=bind, identity=identity)
     except zmq.ZMQError as error:
         context.destroy(linger=0)
         raise OSError(error.errno, f"{endpoint}: {error.strerror}") from error
-    return context, socket
+    return _Open(context, socket, door)
 
 
-def _set_up(socket: zmq.Socket[bytes], pattern: Pattern, endpoint: str, *, bind: bool, identity: bytes) -> None:
+def _set_up(socket: _Socket, pattern: Pattern, endpoint: str, *, bind: bool, identity: bytes) -> None:
     socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
@@ -94,14 +110,14 @@ def _set_up(socket: zmq.Socket[bytes], pattern: Pattern, endpoint: str, *, bind:
         socket.connect(endpoint)
 
 
-def _send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
+def _send(socket: _Socket, frames: Sequence[bytes]) -> None:
     try:
         socket.send_multipart(frames, flags=zmq.NOBLOCK)
     except zmq.ZMQError as error:
         raise Unsendable(str(error)) from error
 
 
-def _last_endpoint(socket: zmq.Socket[bytes]) -> str:
+def _last_endpoint(socket: _Socket) -> str:
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)
     return endpoint.rstrip(b"\0").decode()
@@ -118,6 +134,7 @@ class AsyncSocket:
         endpoint: ZeroMQ address; port ``*`` or 0 takes a free one when bound.
         bind: listen (else connect, now and again after every break).
         identity: name under which a ROUTER knows this socket.
+        admission: who may connect.
         linger_s: how long ``close`` lets unsent messages leave.
 
     Raises:
@@ -125,11 +142,21 @@ class AsyncSocket:
     """
 
     def __init__(
-        self, pattern: Pattern, endpoint: str, *, bind: bool, identity: bytes = b"", linger_s: float = 0.0
+        self,
+        pattern: Pattern,
+        endpoint: str,
+        *,
+        bind: bool,
+        admission: Admission,
+        identity: bytes = b"",
+        linger_s: float = 0.0,
     ) -> None:
-        self._context, self._socket = _opened(pattern, endpoint, bind=bind, identity=identity)
+        self._open = partial(_opened, pattern, endpoint, bind=bind, identity=identity, admission=admission)
+        self._context, self._socket, self._door = self._open()
+        self._is_dialler = not bind
+        self._watched: list[int] = []  # files
         self._waiting: asyncio.Future[None] | None = None  # of the task in ``recv``
-        self._loop: asyncio.AbstractEventLoop | None = None  # that watches the socket
+        self._loop: asyncio.AbstractEventLoop | None = None  # that watches the socket and its door
         self._linger_ms = int(linger_s * 1000)
 
     @property
@@ -148,14 +175,12 @@ class AsyncSocket:
     async def recv(self) -> list[bytes]:
         """Wait for the next message."""
         assert self._waiting is None, "one task receives"
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(self._socket.fileno(), self._look)
+        loop = self._loop or self._watch(asyncio.get_running_loop())
         while True:
             try:
                 return self._socket.recv_multipart(flags=zmq.NOBLOCK)
             except zmq.Again:
-                self._waiting = self._loop.create_future()
+                self._waiting = loop.create_future()
             try:
                 await self._waiting
             finally:
@@ -163,12 +188,40 @@ class AsyncSocket:
 
     def close(self) -> None:
         """Close; a waiting ``recv`` is cancelled."""
-        if self._loop is not None:
-            self._loop.remove_reader(self._socket.fileno())
+        self._unwatch()
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
         self._context.destroy(linger=self._linger_ms)
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoop:
+        self._loop = loop
+        self._watched = [self._socket.fileno(), *self._door.attend()]
+        loop.add_reader(self._watched[0], self._look)
+        for file in self._watched[1:]:
+            loop.add_reader(file, self._look_at_the_door)
+        self._look_at_the_door()
+        return loop
+
+    def _unwatch(self) -> None:
+        if self._loop is not None:
+            for file in self._watched:
+                self._loop.remove_reader(file)
+        self._watched = []
+        self._door.close()
+
+    def _look_at_the_door(self) -> None:
+        if self._door.look() and self._loop is not None and self._is_dialler:
+            self._loop.call_later(_DIAL_AGAIN_S, self._dial_again, self._socket)
+
+    def _dial_again(self, socket: _Socket) -> None:
+        """With another socket: one that is told to let go and to connect again may not end any more (libzmq 4.3.5)."""
+        if self._loop is None or socket is not self._socket or socket.closed:
+            return
+        self._unwatch()
+        self._context.destroy(linger=0)
+        self._context, self._socket, self._door = self._open()
+        self._watch(self._loop)
 
     def _look(self) -> None:
         """Wake the receiver if something has come. ZeroMQ signals changes only; asking for the state takes the signal."""
@@ -179,12 +232,20 @@ class AsyncSocket:
 
 
 class BlockingSocket:
-    """The same for a thread of a rank. Owned by one thread at a time."""
+    """The same for a thread of a rank. Owned by one thread at a time. With a seal it dials: nobody attends its door."""
 
     def __init__(
-        self, pattern: Pattern, endpoint: str, *, bind: bool, identity: bytes = b"", linger_s: float = 1.0
+        self,
+        pattern: Pattern,
+        endpoint: str,
+        *,
+        bind: bool,
+        admission: Admission,
+        identity: bytes = b"",
+        linger_s: float = 1.0,
     ) -> None:
-        self._context, self._socket = _opened(pattern, endpoint, bind=bind, identity=identity)
+        assert admission.seal is None or not bind
+        self._context, self._socket, _ = _opened(pattern, endpoint, bind=bind, identity=identity, admission=admission)
         self._linger_ms = int(linger_s * 1000)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from longcat_pd.config.keys import admission
 from longcat_pd.decode_worker.service import DecodeService
 from longcat_pd.kv_transfer.hello import CONTROL_PORT_OFFSET
 from longcat_pd.kv_transfer.offers import Offers, PairLimits
@@ -30,7 +31,7 @@ def build(parts: Parts) -> tuple[DecodeService, Offers]:
     offers = Offers(
         parts.hello,
         [peer.name for peer in spec.peers],
-        socket=AsyncSocket("router", endpoint, bind=True, linger_s=LINGER_S),
+        socket=AsyncSocket("router", endpoint, bind=True, admission=admission(spec.cluster_key_file), linger_s=LINGER_S),
         limits=limits,
         clock=parts.clock,
         metrics=transfers,

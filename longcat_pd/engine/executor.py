@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from longcat_pd.clock import HEARTBEAT_S, Clock
+from longcat_pd.config.keys import admission
 from longcat_pd.config.schema import EngineConfig, InstanceSpec, RankSpec
 from longcat_pd.engine.background import Background
 from longcat_pd.engine.open_steps import OpenSteps, Outputs, Overdue
@@ -143,8 +144,10 @@ class ProcessExecutor:
         Raises RankLost, EngineFault, or ConfigError for a taken port, a refused checkpoint or a refused machine.
         """
         try:
-            self._sockets.append(AsyncSocket("router", self._specs[0].plan_endpoint, bind=True))
-            self._sockets.append(AsyncSocket("pull", self._specs[0].output_endpoint, bind=True))
+            first = self._specs[0]
+            place = admission(first.instance.cluster_key_file)
+            self._sockets.append(AsyncSocket("router", first.plan_endpoint, bind=True, admission=place))
+            self._sockets.append(AsyncSocket("pull", first.output_endpoint, bind=True, admission=place))
         except OSError as error:
             self._close_sockets()
             raise ConfigError(f"cannot listen: {error}") from error

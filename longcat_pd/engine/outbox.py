@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from longcat_pd import wire
 from longcat_pd.clock import HEARTBEAT_S
+from longcat_pd.config.keys import admission
 from longcat_pd.config.schema import RankSpec
 from longcat_pd.engine.plan import Heartbeat, RankAccounts, RankMessage, RankReady, StepOutput
 from longcat_pd.kv_transfer.messages import TransferClosed
@@ -20,10 +21,11 @@ class Outbox:
     """The thread that sends: outputs and events as they come, a heartbeat after a second without any.
 
     Steps compute on another thread, so a long one does not keep it from beating. Every message begins with the identity of
-    the rank.
+    the rank. ``admission``: to the sockets of its driver. Raises ConfigError for a key file that cannot be read.
     """
 
     def __init__(self, spec: RankSpec) -> None:
+        self.admission = admission(spec.instance.cluster_key_file)
         self._spec = spec
         self._messages: queue.SimpleQueue[RankMessage | None] = queue.SimpleQueue()
         self._accounts: Callable[[], RankAccounts] = lambda: RankAccounts(rank=spec.rank)
@@ -51,7 +53,7 @@ class Outbox:
 
     def _run(self) -> None:
         codec: wire.Codec[RankMessage] = wire.Codec(RankReady, Heartbeat, StepOutput, TransferClosed)
-        socket = wire.BlockingSocket("push", self._spec.output_endpoint, bind=False)
+        socket = wire.BlockingSocket("push", self._spec.output_endpoint, bind=False, admission=self.admission)
         while (message := self._next()) is not None:
             try:
                 socket.send([self._spec.identity, *codec.encode(message)])

@@ -96,7 +96,8 @@ class _Steps:
 
     def run(self, make_lanes: MakeLanes) -> None:
         """Until a Stop."""
-        plans = wire.BlockingSocket("dealer", self._spec.plan_endpoint, bind=False, identity=self._spec.identity)
+        place, identity = self._outbox.admission, self._spec.identity
+        plans = wire.BlockingSocket("dealer", self._spec.plan_endpoint, bind=False, admission=place, identity=identity)
         plans.send([b""])  # what it says is that plans can reach this rank from now on
         take_place(self._spec)
         mesh = Mesh.join(self._spec)

@@ -6,10 +6,10 @@ Owns no behaviour of its own: the routes are ``app.py``'s.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from fastapi.requests import HTTPConnection
 
+from longcat_pd.config.keys import read_keys
 from longcat_pd.config.schema import LoadBalancerConfig
 from longcat_pd.load_balancer.attempt import Means
 from longcat_pd.load_balancer.overview import Overview, Probe, Served
@@ -75,6 +75,4 @@ class Face:
 
 def first_key(path: str) -> str:
     """The key that the balancer shows to workers, which read the same file. Raises ConfigError."""
-    KeyRing.load(path)  # refuses a file that cannot be read or holds no key
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    return next(line.strip() for line in lines if line.strip())
+    return read_keys(path)[0].decode()

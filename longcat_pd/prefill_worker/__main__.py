@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from longcat_pd.config.keys import admission
 from longcat_pd.config.schema import PeerAddress
 from longcat_pd.kv_transfer.hello import CONTROL_PORT_OFFSET
 from longcat_pd.kv_transfer.offering import Offering, OfferLimits
@@ -28,10 +29,11 @@ def build(parts: Parts) -> tuple[PrefillService, Offering]:
     spec, transfers = parts.spec, parts.metrics.transfers
     grant_s = spec.transfer.pairing_timeout_s + spec.engine.queue_timeout_s + GRANT_MARGIN_S
     identity = f"{spec.name}.{parts.hello.incarnation}".encode()
+    place = admission(spec.cluster_key_file)
 
     def connect(peer: PeerAddress) -> AsyncSocket:
         endpoint = tcp(peer.host, peer.http_port + CONTROL_PORT_OFFSET)
-        return AsyncSocket("dealer", endpoint, bind=False, identity=identity, linger_s=LINGER_S)
+        return AsyncSocket("dealer", endpoint, bind=False, admission=place, identity=identity, linger_s=LINGER_S)
 
     offering = Offering(
         parts.hello,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from longcat_pd.clock import Clock
-from longcat_pd.config.schema import InstanceSpec, RankSpec
+from longcat_pd.config.schema import RankSpec
 from longcat_pd.engine.executor import RankProcesses
 from longcat_pd.kv_transfer.messages import Hello
 from longcat_pd.server.launch import ForkedRanks, network_environment
-from longcat_pd.server.node_records import LINGER_S, NodeHello, Socket, nodes_endpoint
+from longcat_pd.server.node_records import NodeHello, listen_for_nodes
 from longcat_pd.server.nodes import SeveralNodes
-from longcat_pd.wire import AsyncSocket, to_json
+from longcat_pd.wire import to_json
 
 
 def processes_of(
@@ -36,11 +36,7 @@ def processes_of(
         NodeHello.of(spec, 0, hello),
         own=own,
         incarnation=hello.incarnation,
-        listen=lambda: _listen(spec),
+        listen=lambda: listen_for_nodes(spec),
         on_end=on_end,
         clock=clock,
     )
-
-
-def _listen(spec: InstanceSpec) -> Socket:
-    return AsyncSocket("router", nodes_endpoint(spec), bind=True, linger_s=LINGER_S)

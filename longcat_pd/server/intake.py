@@ -11,13 +11,13 @@ import math
 import re
 import secrets
 from collections.abc import Iterable
-from pathlib import Path
 
 from fastapi import Request
 from fastapi.requests import HTTPConnection
 
 from longcat_pd.clock import MonotonicClock
-from longcat_pd.errors import AuthenticationFailed, ConfigError, DeadlineExceeded, InvalidRequest, NotAccepted
+from longcat_pd.config.keys import read_keys
+from longcat_pd.errors import AuthenticationFailed, DeadlineExceeded, InvalidRequest, NotAccepted
 from longcat_pd.server.errors import ClientGone
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -33,14 +33,7 @@ class KeyRing:
     @classmethod
     def load(cls, path: str) -> KeyRing:
         """Read a key file. Raises ConfigError: not readable, or without a key (which would lock everybody out)."""
-        try:
-            lines = Path(path).read_bytes().splitlines()
-        except OSError as error:
-            raise ConfigError(f"key file {path}: {error.strerror}") from None
-        keys = [line.strip() for line in lines if line.strip()]
-        if not keys:
-            raise ConfigError(f"key file {path} holds no key")
-        return cls(keys)
+        return cls(read_keys(path))
 
     def check(self, request: HTTPConnection) -> None:
         """Raise AuthenticationFailed unless the request's bearer key is one of ours."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 
 from longcat_pd.clock import MonotonicClock
 from longcat_pd.config.model import ModelConfig
@@ -12,9 +11,9 @@ from longcat_pd.engine.executor import rank_specs
 from longcat_pd.server.further_node import FurtherNode
 from longcat_pd.server.identity import own_hello
 from longcat_pd.server.launch import ForkedRanks, network_environment, prepare
-from longcat_pd.server.node_records import FROM_NODE, LINGER_S, REFUSAL_S, NodeHello, NodeRefusal, nodes_endpoint, pulse
+from longcat_pd.server.node_records import FROM_NODE, REFUSAL_S, NodeHello, NodeRefusal, Socket, dial_driver, pulse
 from longcat_pd.server.run import Signals
-from longcat_pd.wire import AsyncSocket, to_json
+from longcat_pd.wire import to_json
 
 
 class NodeRanks:
@@ -48,14 +47,14 @@ async def serve_node(spec: InstanceSpec, node: int, entry: str) -> int:
     hello = NodeHello.of(spec, node, own_hello(spec, ModelConfig.load(spec.model.path)))
     with Signals() as signals:
         life = FurtherNode(
-            spec, hello, socket=_dial(spec, node), launcher=launcher, signals=signals, clock=MonotonicClock()
+            spec, hello, socket=dial_driver(spec, node), launcher=launcher, signals=signals, clock=MonotonicClock()
         )
         return await life.run()
 
 
 async def tell_refusal(spec: InstanceSpec, node: int, reason: str) -> bool:
     """Tell the driver that this node cannot take part, if it is there within REFUSAL_S; whether it has heard that."""
-    clock, socket = MonotonicClock(), _dial(spec, node)
+    clock, socket = MonotonicClock(), dial_driver(spec, node)
     telling = asyncio.ensure_future(_repeat(socket, NodeRefusal(node=node, instance=spec.name, reason=reason)))
     try:
         await clock.within(REFUSAL_S, socket.recv())
@@ -68,12 +67,7 @@ async def tell_refusal(spec: InstanceSpec, node: int, reason: str) -> bool:
     return True
 
 
-async def _repeat(socket: AsyncSocket, record: NodeRefusal) -> None:
+async def _repeat(socket: Socket, record: NodeRefusal) -> None:
     while True:
         socket.send(FROM_NODE.encode(record))
         await pulse(MonotonicClock())
-
-
-def _dial(spec: InstanceSpec, node: int) -> AsyncSocket:
-    identity = f"{node}.{secrets.token_hex(8)}".encode()
-    return AsyncSocket("dealer", nodes_endpoint(spec), bind=False, identity=identity, linger_s=LINGER_S)

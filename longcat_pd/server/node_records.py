@@ -7,16 +7,18 @@ driver lets ranks begin on all nodes at once, and ends them.
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from longcat_pd.clock import HEARTBEAT_S, RANK_SILENT_S, Clock
 from longcat_pd.config.checks import NODES_PORT
+from longcat_pd.config.keys import admission
 from longcat_pd.config.schema import InstanceSpec
 from longcat_pd.kv_transfer.messages import Hello
 from longcat_pd.server.launch import KILL_LIMIT_S
-from longcat_pd.wire import Codec, tcp, to_json
+from longcat_pd.wire import AsyncSocket, Codec, tcp, to_json
 
 NODES_COME_S = 240.0  # the driver waits so long for all nodes, which may have to fetch an image or read a slow disk first
 DRIVER_ANSWERS_S = 300.0  # a node for the driver, which may have been started later and reads the checkpoint first
@@ -156,6 +158,18 @@ async def pulse(clock: Clock) -> float:
 def nodes_endpoint(spec: InstanceSpec) -> str:
     """Where the driver listens for its further nodes."""
     return tcp(spec.host, spec.http_port + NODES_PORT)
+
+
+def listen_for_nodes(spec: InstanceSpec) -> Socket:
+    """The driver's side. Raises OSError when the port cannot be had, ConfigError for a key file that cannot be read."""
+    place = admission(spec.cluster_key_file)
+    return AsyncSocket("router", nodes_endpoint(spec), bind=True, admission=place, linger_s=LINGER_S)
+
+
+def dial_driver(spec: InstanceSpec, node: int) -> Socket:
+    """The side of a further node, under a name of this process. Raises ConfigError for a key file that cannot be read."""
+    place, name = admission(spec.cluster_key_file), f"{node}.{secrets.token_hex(8)}".encode()
+    return AsyncSocket("dealer", nodes_endpoint(spec), bind=False, admission=place, identity=name, linger_s=LINGER_S)
 
 
 def silence_limit_s(spec: InstanceSpec) -> float:

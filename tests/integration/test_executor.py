@@ -35,6 +35,7 @@ from longcat_pd.engine.plan import (
 )
 from longcat_pd.errors import ConfigError, EngineFault, LongcatError, RankLost
 from longcat_pd.kv_transfer.messages import TransferClosed
+from tests.peers import OPEN
 from tests.ports import free_base
 
 T = TypeVar("T")
@@ -61,8 +62,8 @@ class Rank:
     def __init__(self, spec: RankSpec) -> None:
         self.rank = spec.rank
         self.identity = spec.identity
-        self.plans = wire.AsyncSocket("dealer", spec.plan_endpoint, bind=False, identity=spec.identity)
-        self.messages = wire.AsyncSocket("push", spec.output_endpoint, bind=False, linger_s=1.0)
+        self.plans = wire.AsyncSocket("dealer", spec.plan_endpoint, bind=False, admission=OPEN, identity=spec.identity)
+        self.messages = wire.AsyncSocket("push", spec.output_endpoint, bind=False, admission=OPEN, linger_s=1.0)
         self.beating: asyncio.Task[None] | None = None
         self.entered, self.stands_in = 0, ""
 
@@ -376,7 +377,7 @@ async def test_a_message_of_a_stranger_is_passed_over(frames: list[bytes]) -> No
 async def test_a_rank_of_a_former_life_takes_no_plans() -> None:
     async with rig(1) as r:
         await r.start()
-        former = wire.AsyncSocket("dealer", r.ranks[0].plans.endpoint, bind=False, identity=b"before.0")
+        former = wire.AsyncSocket("dealer", r.ranks[0].plans.endpoint, bind=False, admission=OPEN, identity=b"before.0")
         former.send([b""])
         await asyncio.sleep(0.05)
         r.executor.submit(StepPlan(step_id=1, phase="decode"))

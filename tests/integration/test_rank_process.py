@@ -29,6 +29,7 @@ from longcat_pd.sizing.memory import instance_memory
 from longcat_pd.tiny.make import write_tiny
 from tests.forks import start_server
 from tests.parity.gloo import BLOCK_SIZE, rank_specs
+from tests.peers import OPEN
 from tests.slots import admit
 
 LIMIT_S = 30.0
@@ -63,8 +64,8 @@ class Instance:
         entry: Callable[[str], None] = rank.main,
         device: Literal["cpu", "npu"] = "cpu",
     ) -> None:
-        self.plans = wire.BlockingSocket("router", "tcp://127.0.0.1:*", bind=True)
-        self.outputs = wire.BlockingSocket("pull", "tcp://127.0.0.1:*", bind=True)
+        self.plans = wire.BlockingSocket("router", "tcp://127.0.0.1:*", bind=True, admission=OPEN)
+        self.outputs = wire.BlockingSocket("pull", "tcp://127.0.0.1:*", bind=True, admission=OPEN)
         self.codec: wire.Codec[StepPlan | Stop] = wire.Codec(StepPlan, Stop)
         self.messages: wire.Codec[RankMessage] = wire.Codec(RankReady, Heartbeat, StepOutput, TransferClosed)
         context = multiprocessing.get_context("forkserver")
@@ -234,7 +235,7 @@ asyncio.run(main())
 
 
 def test_a_rank_ends_with_its_driver(checkpoint: Path) -> None:
-    outputs = wire.BlockingSocket("pull", "tcp://127.0.0.1:*", bind=True)
+    outputs = wire.BlockingSocket("pull", "tcp://127.0.0.1:*", bind=True, admission=OPEN)
     (spec,) = rank_specs(checkpoint, ParallelConfig())
     spec = replace(spec, plan_endpoint="tcp://127.0.0.1:9", output_endpoint=outputs.endpoint)
     with subprocess.Popen([sys.executable, "-c", DRIVER, wire.to_json(spec)], stdout=subprocess.PIPE, text=True) as driver:

@@ -18,6 +18,7 @@ import pytest
 
 from longcat_pd import wire
 from longcat_pd.tiny.make import write_tiny
+from tests.peers import OPEN
 from tests.ports import free_base
 
 LIMIT_S = 60.0
@@ -187,7 +188,7 @@ def test_a_killed_driver_leaves_no_rank_behind(server: Server) -> None:
 def test_what_cannot_work_is_refused_before_it_starts(checkpoint: Path, tmp_path: Path) -> None:
     missing = Server(tmp_path / "nowhere", tmp_path / "log1")
     assert missing.end() == 2 and "error: model.path=" in missing.log and "Traceback" not in missing.log
-    taken = wire.BlockingSocket("pull", "tcp://127.0.0.1:*", bind=True)
+    taken = wire.BlockingSocket("pull", "tcp://127.0.0.1:*", bind=True, admission=OPEN)
     port = taken.endpoint.rsplit(":", 1)[1]
     try:
         second = Server(checkpoint, tmp_path / "log2", "--port", port)

@@ -11,19 +11,20 @@ from typing import Any
 import pytest
 
 from longcat_pd.wire import AsyncSocket, BlockingSocket, Unsendable, tcp
+from tests.peers import OPEN
 
 LIMIT_S = 5.0
 
 
 @pytest.fixture
 def peer() -> Iterator[BlockingSocket]:
-    socket = BlockingSocket("dealer", "tcp://127.0.0.1:*", bind=True)
+    socket = BlockingSocket("dealer", "tcp://127.0.0.1:*", bind=True, admission=OPEN)
     yield socket
     socket.close()
 
 
 async def connected(peer: BlockingSocket) -> AsyncSocket:
-    mine = AsyncSocket("dealer", peer.endpoint, bind=False)
+    mine = AsyncSocket("dealer", peer.endpoint, bind=False, admission=OPEN)
     mine.send([b"hello"])
     assert await asyncio.to_thread(peer.recv, LIMIT_S) == [b"hello"]
     return mine
@@ -77,10 +78,10 @@ async def test_closing_ends_the_wait_and_sending(peer: BlockingSocket) -> None:
 
 
 async def test_a_name_is_bound_by_its_address() -> None:
-    heard = AsyncSocket("pull", "tcp://localhost:*", bind=True)
+    heard = AsyncSocket("pull", "tcp://localhost:*", bind=True, admission=OPEN)
     assert heard.endpoint.startswith("tcp://127.0.0.1:")
     port = heard.endpoint.rpartition(":")[2]
-    said = AsyncSocket("push", tcp("localhost", port), bind=False)
+    said = AsyncSocket("push", tcp("localhost", port), bind=False, admission=OPEN)
     said.send([b"hello"])
     assert await asyncio.wait_for(heard.recv(), LIMIT_S) == [b"hello"]
     said.close()
@@ -96,20 +97,20 @@ def test_a_name_of_both_kinds_of_addresses_is_that_of_ipv4(monkeypatch: pytest.M
 
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
     for name, address in (("p0-0.p0", "127.0.0.1"), ("p0-0.six", "[::1]")):
-        heard = BlockingSocket("pull", tcp(name, "*"), bind=True)
+        heard = BlockingSocket("pull", tcp(name, "*"), bind=True, admission=OPEN)
         assert heard.endpoint.startswith(f"tcp://{address}:")
         heard.close()
 
 
 def test_a_name_that_nobody_knows_is_an_oserror_that_names_it() -> None:
     with pytest.raises(OSError, match=r"tcp://nobody\.invalid:29999"):
-        AsyncSocket("pull", "tcp://nobody.invalid:29999", bind=True)
+        AsyncSocket("pull", "tcp://nobody.invalid:29999", bind=True, admission=OPEN)
 
 
 async def test_an_address_of_ipv6_has_brackets() -> None:
     assert tcp("::1", 5) == "tcp://[::1]:5" and tcp("10.0.0.1", 5) == "tcp://10.0.0.1:5"
-    heard = AsyncSocket("pull", tcp("::1", "*"), bind=True)
-    said = AsyncSocket("push", heard.endpoint, bind=False)
+    heard = AsyncSocket("pull", tcp("::1", "*"), bind=True, admission=OPEN)
+    said = AsyncSocket("push", heard.endpoint, bind=False, admission=OPEN)
     said.send([b"hello"])
     assert await asyncio.wait_for(heard.recv(), LIMIT_S) == [b"hello"]
     said.close()

@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "longcat_pd"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 FLOORS = [
+    {"curve"},
     {"kernels", "errors", "log", "metrics", "wire", "clock", "faults", "version"},
     {"config"},
     {"parallel", "kv_cache"},
@@ -26,11 +27,11 @@ FLOORS = [
     {"load_balancer", "prefill_worker", "decode_worker", "standalone"},
     {"cli", "cluster", "tiny", "quantize", "bench", "plan", "replay", "fault", "render", "top"},
 ]
-FLOOR_OF = {name: number for number, names in enumerate(FLOORS, 1) for name in names}
+FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
 GROUND_MODULES = {"errors", "log", "metrics", "wire", "clock", "faults", "version"}
 
 # Library -> the files and folders (with a slash) that may import it.
-TOOLS = tuple(f"{name}{end}" for name in FLOORS[7] for end in (".py", "/"))
+TOOLS = tuple(f"{name}{end}" for name in FLOORS[-1] for end in (".py", "/"))
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "torch_npu": ("kernels/npu", "engine/ge_graph.py", "engine/npugraph_ex.py", "parallel/platform.py"),
     "torchair": ("kernels/npu", "engine/ge_graph.py", "engine/npugraph_ex.py", "parallel/platform.py"),
@@ -42,7 +43,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "parallel/pairwise.py",
         "kv_transfer/process_group.py",
     ),
-    "zmq": ("wire.py",),
+    "zmq": ("curve.py", "wire.py"),
     "msgspec": ("wire.py",),
     "prometheus_client": ("metrics.py",),
     "structlog": ("log.py",),
@@ -66,6 +67,7 @@ TORCH_FREE = (
     "log.py",
     "metrics.py",
     "wire.py",
+    "curve.py",
     "clock.py",
     "faults.py",
     "version.py",

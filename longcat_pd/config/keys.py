@@ -1,0 +1,42 @@
+"""The key files that a configuration names: one key a line, read where they are needed. Never logged, never an argument.
+
+Of the cluster's file the first key counts on the sockets between its processes; what is refused there is told here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from longcat_pd.curve import Admission, CurveMissing, Seal
+from longcat_pd.errors import ConfigError
+from longcat_pd.log import logger
+
+
+def read_keys(path: str) -> tuple[bytes, ...]:
+    """The keys of a file, the first one first. Raises ConfigError: not readable, or without a key."""
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"key file {path}: {error.strerror}") from None
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise ConfigError(f"key file {path} holds no key")
+    return keys
+
+
+def admission(key_file: str | None) -> Admission:
+    """To sockets of the cluster with this key file; to everybody without one. Raises ConfigError."""
+    refused: Counter[str] = Counter()
+
+    def tell(endpoint: str, reason: str) -> None:
+        """A peer that dials comes back five times a second: the first line of each reason, then the 2nd, 4th, 8th ..."""
+        refused[reason] += 1
+        count = refused[reason]
+        if count & (count - 1) == 0:
+            logger().warning("peer_refused", at=endpoint, reason=reason, count=count)
+
+    try:
+        return Admission(seal=None if key_file is None else Seal.of(read_keys(key_file)[0]), tell=tell)
+    except CurveMissing:
+        raise ConfigError("cluster_key_file: the ZeroMQ library of this machine was built without CURVE") from None
