@@ -11,13 +11,14 @@ source "$here/venv.sh"
 
 settings=()
 if [[ -f "$here/hosts.sh" && $# -gt 0 && "$1" != -* ]]; then
-  iplist=() ssh_port='' testpath='' logdir='' MODEL_PATH=''
+  iplist=() ssh_port='' testpath='' logdir='' cluster_key='' MODEL_PATH=''
   # shellcheck source=deploy/hosts.example.sh
   source "$here/hosts.sh"
   (( ${#iplist[@]} == 0 )) || settings+=(--iplist "${iplist[*]}")
   [[ -z "$ssh_port" ]] || settings+=(--ssh-port "$ssh_port")
   [[ -z "$testpath" ]] || settings+=(--testpath "$testpath")
   [[ -z "$logdir" ]] || settings+=(--logdir "$logdir")
+  [[ -z "$cluster_key" ]] || settings+=(--cluster-key "$cluster_key")
   [[ -z "$MODEL_PATH" ]] || settings+=(--model-path "$MODEL_PATH")
 fi
 exec "$venv/bin/python" -m longcat_pd.cluster --root "$root" "${@:1:1}" ${settings[@]+"${settings[@]}"} "${@:2}"

@@ -15,9 +15,10 @@ from pathlib import Path
 from longcat_pd.cluster.jobs import Job
 from longcat_pd.cluster.shell import LocalShell, SshShell, is_this_machine
 from longcat_pd.config.checks import pools
+from longcat_pd.config.node_checks import is_loopback
 from longcat_pd.config.resolve import as_json, load, unresolved
 from longcat_pd.config.schema import ClusterConfig
-from longcat_pd.config.services import BALANCER, balancer_url, is_loopback, nodes_of, ports_of_node, services
+from longcat_pd.config.services import BALANCER, balancer_url, nodes_of, ports_of_node, services
 from longcat_pd.errors import ConfigError
 
 DRAIN_MARGIN_S = 15.0

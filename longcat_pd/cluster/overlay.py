@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from longcat_pd.config.checks import RANGES, pools
+from longcat_pd.config.node_checks import is_loopback
 from longcat_pd.config.reader import Findings, Reader
 from longcat_pd.config.resolve import as_json
 from longcat_pd.config.schema import ClusterConfig
-from longcat_pd.config.services import is_loopback
 from longcat_pd.errors import ConfigError
 
 
@@ -27,6 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ssh-port", type=int, metavar="PORT", help="hosts.port")
     parser.add_argument("--testpath", metavar="DIR", help="hosts.path: folder of each machine for code, logs and records")
     parser.add_argument("--logdir", metavar="DIR", help="log_dir")
+    parser.add_argument("--cluster-key", metavar="FILE", help="cluster_key_file, which each machine has")
     parser.add_argument("--model-path", metavar="DIR", help="model.path")
 
 
@@ -36,6 +37,7 @@ def overrides(config: Path, options: argparse.Namespace) -> list[str]:
         "hosts.port": options.ssh_port,
         "hosts.path": options.testpath,
         "log_dir": options.logdir,
+        "cluster_key_file": options.cluster_key,
         "model.path": options.model_path,
     }
     laid = [f"{key}={json.dumps(value)}" for key, value in plain.items() if value is not None]

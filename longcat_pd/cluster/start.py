@@ -19,8 +19,9 @@ from longcat_pd.cluster.machines import Cluster, cluster_of, running_cluster_of
 from longcat_pd.cluster.record import RunFolder
 from longcat_pd.cluster.sessions import Session, Sessions
 from longcat_pd.cluster.telling import EXIT_FAILED, EXIT_OK, complain, grouped, refuse_if_any, say
+from longcat_pd.config.node_checks import is_loopback
 from longcat_pd.config.resolve import unresolved
-from longcat_pd.config.services import balancer_url, is_loopback, services, start_limit_s
+from longcat_pd.config.services import balancer_url, services, start_limit_s
 from longcat_pd.errors import ConfigError
 
 DEFAULT_CHECKPOINT = Path(".run/models/tiny-2.0")

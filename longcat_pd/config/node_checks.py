@@ -5,6 +5,7 @@ Every rule adds findings and changes nothing. Asks no machine.
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterator
 from itertools import combinations
 
@@ -37,6 +38,7 @@ def check_nodes(role: Role, pool: PoolConfig, *, found: Findings) -> None:
 def check_hosts(config: ClusterConfig, pools: list[tuple[Role, PoolConfig]], *, found: Findings) -> None:
     """How machines are reached, and what the services on one of them must not share."""
     _check_paths(config.hosts, found=found)
+    _check_key(config, pools, found=found)
     if config.device != "npu":
         return
     placed = [(f"{role}.instances[{n}]", pool, i) for role, pool in pools for n, i in enumerate(pool.instances)]
@@ -49,6 +51,14 @@ def check_hosts(config: ClusterConfig, pools: list[tuple[Role, PoolConfig]], *, 
                 found.cross([f"{key}.nodes", f"{other_key}.nodes"], f"{key}.env: {text}")
 
 
+def is_loopback(host: str) -> bool:
+    """Whether an address, which is no name but localhost, means each machine itself."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def environment(config: ClusterConfig, pool: PoolConfig | None, instance: InstanceConfig | None) -> dict[str, str]:
     """What a service is given; the balancer belongs to no pool."""
     return {
@@ -56,6 +66,21 @@ def environment(config: ClusterConfig, pool: PoolConfig | None, instance: Instan
         **(pool.env if pool is not None else {}),
         **(instance.env if instance is not None else {}),
     }
+
+
+def _check_key(config: ClusterConfig, pools: list[tuple[Role, PoolConfig]], *, found: Findings) -> None:
+    """Whoever reaches the ports of an instance could stop, drain and read it. A standalone engine has loopback ports, and
+    one for clients.
+    """
+    if config.cluster_key_file is not None:
+        return
+    for role, pool in pools:
+        for place, instance in enumerate(pool.instances if role != "standalone" else ()):
+            reached = [node for node in instance.nodes if not is_loopback(node)]
+            if reached:
+                key = f"{role}.instances[{place}].nodes"
+                text = f"is needed where others reach {key}={reached}; only loopback addresses go without"
+                found.cross(["cluster_key_file", key], f"cluster_key_file: {text}")
 
 
 def _check_paths(hosts: HostsConfig, *, found: Findings) -> None:

@@ -6,7 +6,6 @@ read.
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -67,14 +66,6 @@ def balancer_url(config: ClusterConfig) -> str:
     balancer = config.load_balancer
     host = balancer.node if balancer.host in ("0.0.0.0", "::") else balancer.host
     return http_url(host, balancer.port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address, which is no name but localhost, means each machine itself."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def start_limit_s(config: ClusterConfig) -> float:
