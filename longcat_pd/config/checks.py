@@ -125,7 +125,8 @@ def port_uses(config: ClusterConfig) -> Iterator[PortUse]:
 def ports_of(spec: InstanceSpec) -> Iterator[PortUse]:
     """The ports of one instance's driver, those of its devices apart."""
     for offset in _offsets(spec.role, num_nodes=len(spec.nodes)):
-        yield PortUse(spec.host, spec.http_port + offset, INSTANCE_PORTS[offset], f"{spec.name}.http_port", spec.host)
+        host = spec.ranks_host if offset else spec.host
+        yield PortUse(host, spec.http_port + offset, INSTANCE_PORTS[offset], f"{spec.name}.http_port", spec.host)
 
 
 def _offsets(role: Role, *, num_nodes: int) -> Iterator[int]:

@@ -294,6 +294,11 @@ class InstanceSpec:
     config_digest: str = ""
 
     @property
+    def ranks_host(self) -> str:
+        """Where the driver and its ranks meet. A standalone engine has them to itself, wherever clients reach it."""
+        return "127.0.0.1" if self.role == "standalone" else self.host
+
+    @property
     def ranks_per_node(self) -> int:
         """Neighbouring ranks that share a machine."""
         return self.parallel.world_size // max(len(self.nodes), 1)

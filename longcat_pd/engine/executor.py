@@ -96,14 +96,15 @@ class RankProcesses(Protocol):
 
 def rank_specs(instance: InstanceSpec, incarnation: str) -> list[RankSpec]:
     """What each rank process of an instance is told, wherever it runs. Ports: ``checks.INSTANCE_PORTS``."""
+    host = instance.ranks_host
     return [
         RankSpec(
             instance=instance,
             rank=rank,
             incarnation=incarnation,
-            plan_endpoint=tcp(instance.host, instance.http_port + 2),
-            output_endpoint=tcp(instance.host, instance.http_port + 3),
-            rendezvous_host=instance.host,
+            plan_endpoint=tcp(host, instance.http_port + 2),
+            output_endpoint=tcp(host, instance.http_port + 3),
+            rendezvous_host=host,
             rendezvous_port=instance.http_port + 4,
         )
         for rank in range(instance.parallel.world_size)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from longcat_pd.clock import HEARTBEAT_S, Clock
 from longcat_pd.config.schema import PeerAddress
 from longcat_pd.errors import LongcatError, Overloaded, TransferFailed, WorkerUnavailable
-from longcat_pd.kv_transfer.control import CONTROL, ControlSocket, Link, LinkState, OpenTransfer, log_abort
+from longcat_pd.kv_transfer.control import CONTROL, ControlSocket, Link, LinkState, OpenTransfer, Refusals, log_abort
 from longcat_pd.kv_transfer.messages import (
     Abort,
     Ack,
@@ -29,7 +29,7 @@ from longcat_pd.kv_transfer.messages import (
 )
 from longcat_pd.log import logger
 from longcat_pd.metrics import TransferMetrics
-from longcat_pd.wire import MalformedRecord, Unsendable
+from longcat_pd.wire import MalformedRecord, Unsendable, unpack
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,10 @@ class OutgoingTransfer(OpenTransfer):
     def heard(self, message: ControlMessage) -> None:
         """What the peer says about this transfer."""
         if isinstance(message, Grant) and not self._granted.done():
-            self._granted.set_result(self._peer.push_for(message))
+            try:
+                self._granted.set_result(self._peer.push_for(message, self._offer))
+            except MalformedRecord as refused:
+                self.fail(TransferFailed(f"transfer {self.id}: the grant of {self.peer} cannot be: {refused}"))
         elif isinstance(message, Refuse):
             self.fail(_refusal(message, self.peer), by_peer=True)
         elif isinstance(message, Ack):
@@ -118,10 +121,17 @@ class _Peer:
         except Unsendable as error:
             logger().debug("control_not_sent", peer=self.link.name, reason=str(error))
 
-    def push_for(self, grant: Grant) -> Push:
-        """Where the cache goes."""
+    def push_for(self, grant: Grant, offer: Offer) -> Push:
+        """Where the cache goes. Raises MalformedRecord for a grant that no rank could follow."""
         theirs = self.link.theirs
         assert theirs is not None, "a grant before the greeting"
+        blocks, needed = unpack(grant.blocks), -(-len(offer.token_ids) // (4 * theirs.block_size))
+        if grant.incarnation != theirs.incarnation:
+            raise MalformedRecord(f"it is of another life, {grant.incarnation[:40]}")
+        if not 0 <= grant.group < theirs.dp_size or not 0 <= grant.split_start < theirs.kvp_size or grant.generation < 0:
+            raise MalformedRecord(f"group {grant.group}, split_start {grant.split_start}, generation {grant.generation}")
+        if len(blocks) < needed or min(blocks, default=0) < 1 or not 0 <= grant.first_block <= needed:
+            raise MalformedRecord(f"{len(blocks)} blocks from {grant.first_block} on, {needed} needed")
         return Push(
             transfer_id=grant.transfer_id,
             peer=self.link.name,
@@ -161,6 +171,7 @@ class Offering:
         self._limits = limits
         self._clock = clock
         self._metrics = metrics
+        self._refusals = Refusals()
         self._peers = {p.name: _Peer(Link(p.name, hello, clock), connect(p)) for p in peers}
 
     def states(self) -> dict[str, LinkState]:
@@ -246,7 +257,7 @@ class Offering:
             try:
                 message = CONTROL.decode(frames)
             except MalformedRecord as error:
-                logger().warning("malformed_record", peer=peer.link.name, reason=str(error))
+                self._refusals.tell(peer.link.name, str(error))
                 continue
             self._heard(peer, message)
 

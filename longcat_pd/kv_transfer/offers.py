@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 from longcat_pd.clock import HEARTBEAT_S, Clock
 from longcat_pd.errors import DeadlineExceeded, LongcatError, TransferFailed, WorkerUnavailable
-from longcat_pd.kv_transfer.control import CONTROL, ControlSocket, Link, LinkState, OpenTransfer, log_abort
+from longcat_pd.kv_transfer.control import CONTROL, ControlSocket, Link, LinkState, OpenTransfer, Refusals, log_abort
 from longcat_pd.kv_transfer.messages import Abort, Ack, Beat, Commit, ControlMessage, Grant, Hello, Offer, Refuse
 from longcat_pd.log import logger
 from longcat_pd.metrics import TransferMetrics
-from longcat_pd.wire import MalformedRecord, Unsendable
+from longcat_pd.wire import MalformedRecord, Unsendable, unpack
 
 _ENDED_KEPT = 4096  # transfers that are over, so that a late half of the pair is told at once
 
@@ -131,6 +131,7 @@ class Offers:
         self._peers = {name: _Peer(Link(name, hello, clock)) for name in names}
         self._legs: dict[str, _Leg] = {}  # that wait for their offer
         self._ended: OrderedDict[str, str] = OrderedDict()
+        self._refusals = Refusals()
 
     def states(self) -> dict[str, LinkState]:
         """By name of the peer."""
@@ -271,7 +272,7 @@ class Offers:
             try:
                 message = CONTROL.decode(frames)
             except MalformedRecord as error:
-                logger().warning("malformed_record", peer=repr(identity), reason=str(error))
+                self._refusals.tell(repr(identity), str(error))
                 continue
             self._heard(identity, message)
 
@@ -312,6 +313,10 @@ class Offers:
             refusal = self._ended[offer.transfer_id]
         elif offer.transfer_id in peer.transfers:
             refusal = "offered twice"
+        elif fault := self._fault(offer):
+            refusal = fault
+            self._refusals.tell(peer.link.name, f"Offer: {fault}")
+            self._note_ended(offer.transfer_id, fault)
         if refusal:
             self.send_to(peer.link.name, Abort(transfer_id=offer.transfer_id, reason=refusal))
             return
@@ -322,6 +327,14 @@ class Offers:
         leg = self._legs.get(offer.transfer_id)
         if leg is not None and leg.peer == peer.link.name and not leg.offer.done():
             leg.offer.set_result(transfer)
+
+    def _fault(self, offer: Offer) -> str:
+        """What an offer cannot mean; "" if it can."""
+        if len(offer.token_ids) % 4 or not 4 <= len(offer.token_ids) <= 4 * self._hello.max_model_len:
+            return f"{len(offer.token_ids)} bytes of ids"
+        if min(unpack(offer.token_ids)) < 0 or offer.max_tokens < 1:
+            return "negative ids, or nothing to be answered"
+        return ""
 
     def _told(self, peer: _Peer, message: ControlMessage) -> None:
         assert not isinstance(message, Hello | Beat)

@@ -10,6 +10,7 @@ a name that holds both incarnations and the number, so every new lane between th
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from torch.distributed import DistError, PrefixStore, ProcessGroupGloo, TCPStore
 from longcat_pd.config.schema import RankSpec
 from longcat_pd.kv_transfer.device_pair import SOURCE, TARGET, Carrier, MakeCarrier, carriers_of, no_carrier
 from longcat_pd.kv_transfer.transport import LaneClosed, LaneEnd, LaneTimeout
+from longcat_pd.log import logger
+from longcat_pd.parallel.listening import store_server
 from longcat_pd.parallel.platform import platform_of
 from longcat_pd.wire import MalformedRecord, from_json, to_json
 
@@ -30,7 +33,6 @@ HOST_BYTES = 4096  # tensors that are larger are the carrier's, if the lane has 
 _DATA_TAG, _CLOSING_TAG = 0, 1
 _FOREVER = timedelta(days=365)
 _CLOSING = timedelta(milliseconds=1)
-_GOODBYE = "-"
 _GOODBYE_LIMIT_S = 1.0
 
 
@@ -134,9 +136,9 @@ def _call_key(rank: int, number: int) -> str:
 
 def _connect(address: tuple[str, int], timeout_s: float, *, serve: bool = False) -> TCPStore:
     try:
-        limit = timedelta(seconds=timeout_s)
-        return TCPStore(address[0], address[1], is_master=serve, wait_for_workers=False, timeout=limit)
-    except RuntimeError as error:
+        told: Any = store_server(*address) if serve else {"host_name": address[0], "port": address[1]}
+        return TCPStore(**told, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    except (OSError, RuntimeError) as error:
         raise LaneClosed(f"no lane store at {address[0]}:{address[1]}: {str(error).splitlines()[0]}") from error
 
 
@@ -206,6 +208,7 @@ class GlooListener:
         self._server = _connect(address, timeout_s, serve=True) if me.rank == 0 else None
         self.address = address if self._server is None else (address[0], self._server.port)
         self._is_over = False
+        self._goodbye = secrets.token_hex(16)  # whoever reaches the store can write there
         self._waiting = _connect(self.address, timeout_s)  # a connection serves one wait at a time
         self._next = 1
 
@@ -221,11 +224,12 @@ class GlooListener:
                 self._is_over = True
                 return None
             self._next += 1
-            if text == _GOODBYE.encode():
+            if text == self._goodbye.encode():
                 return None
             try:
                 record = from_json(_CallRecord, text)
-            except MalformedRecord:
+            except MalformedRecord as error:
+                logger().warning("malformed_record", reason=f"a call of a lane: {error}")
                 continue
             if record.target == self._me:  # else a call for a former life of this rank
                 return GlooCall(record, self.address, self._carrier)
@@ -236,7 +240,7 @@ class GlooListener:
             return
         try:
             store = _connect(self.address, _GOODBYE_LIMIT_S)
-            store.set(_call_key(self._me.rank, store.add(_count_key(self._me.rank), 1)), _GOODBYE)
+            store.set(_call_key(self._me.rank, store.add(_count_key(self._me.rank), 1)), self._goodbye)
         except (RuntimeError, LaneClosed):
             return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -12,6 +13,7 @@ from longcat_pd.parallel.collectives import AxisGroup
 from longcat_pd.parallel.communicators import APART, SILENT, Communicator, communicator
 from longcat_pd.parallel.layout import AxisName, CacheShard, ParallelLayout
 from longcat_pd.parallel.line import Line
+from longcat_pd.parallel.listening import store_server
 from longcat_pd.parallel.platform import Platform, platform_of
 from longcat_pd.parallel.traffic import Traffic
 
@@ -128,15 +130,21 @@ def _make_groups(spec: RankSpec, layout: ParallelLayout, platform: Platform) -> 
     return groups
 
 
+def _store(place: tuple[str, int], world_size: int, limit: timedelta, *, serve: bool) -> Any:
+    kind: Any = dist.TCPStore  # type: ignore[attr-defined]
+    told = store_server(*place) if serve else {"host_name": place[0], "port": place[1]}
+    return kind(**told, world_size=world_size, is_master=serve, timeout=limit)
+
+
 def _meet(spec: RankSpec, world_size: int, platform: Platform) -> None:
     """Makes the group of all ranks, which computes nothing. Raises RankLost (of RuntimeError are all errors here)."""
     limit = timedelta(seconds=platform.join_limit_s)
     place = spec.rendezvous_host, spec.rendezvous_port
     backend = platform.collective_backend
     try:
-        store = dist.TCPStore(*place, world_size, is_master=spec.rank == 0, timeout=limit)  # type: ignore[attr-defined]
+        store = _store(place, world_size, limit, serve=spec.rank == 0)
         dist.init_process_group(backend, store=store, rank=spec.rank, world_size=world_size, timeout=limit)
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         text = (
             f"not all {world_size} ranks came to the rendezvous at {place[0]}:{place[1]} within {platform.join_limit_s:g} s"
         )

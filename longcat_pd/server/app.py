@@ -22,14 +22,19 @@ from longcat_pd.server.service import Service
 from longcat_pd.server.text import TextProcessor
 from longcat_pd.server.work_routes import work_table
 
+MOST_BODY_BYTES = 1 << 30  # of a leg
+
 
 def worker_front(balancer: LoadBalancerConfig, cluster_key_file: str | None) -> LoadBalancerConfig:
-    """The settings of a worker's face: the balancer has checked sizes and numbers; one key opens all that is guarded."""
+    """The settings of a worker's face: the balancer has checked sizes and numbers; one key opens all that is guarded.
+
+    A body is bounded here too, above what any balancer lets through: its own settings may be newer than ours.
+    """
     return replace(
         balancer,
         api_key_file=cluster_key_file,
         admin_key_file=cluster_key_file,
-        max_body_bytes=sys.maxsize,
+        max_body_bytes=max(balancer.max_body_bytes, MOST_BODY_BYTES),
         max_inflight=sys.maxsize,
         keepalive_comment_s=0.0,
     )

@@ -33,6 +33,7 @@ _RANK_ENVIRONMENT = {
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # a rank imports the software of its device, the forkserver must not
 }
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_LOOPBACK = "lo"
 _HCCL_ADDRESS, _HCCL_INTERFACE = "HCCL_IF_IP", "HCCL_SOCKET_IFNAME"
 
 
@@ -40,12 +41,12 @@ def network_environment(host: str) -> dict[str, str]:
     """What tells the libraries of ranks by which address of this machine the ranks of others find them.
 
     ``host``: how the configuration names this machine. Left to themselves gloo takes the address of the host name and HCCL
-    that of some card, which other machines may not reach. What this process was given for them already is respected; a
-    loopback address needs nothing. Raises ConfigError if the machine does not have the address.
+    that of some card, which other machines may not reach. What this process was given for them already is respected; where
+    ranks are of one machine alone, gloo keeps to it. Raises ConfigError if the machine does not have the address.
     """
     found = interface_of(host)
-    if found is None:
-        return {}
+    if found is None:  # gloo would listen at the address of the host name
+        return {} if _GLOO_INTERFACE in os.environ else {_GLOO_INTERFACE: _LOOPBACK}
     told = {}
     if _GLOO_INTERFACE not in os.environ:
         told[_GLOO_INTERFACE] = found.name

@@ -18,6 +18,15 @@ def place(hosts: Hosts) -> str:
     return f"{hosts.disk}/longcat"
 
 
+def key_file(hosts: Hosts) -> Path:
+    """The key of the cluster, which every host sees at the same place."""
+    file = hosts.identity.with_name("cluster.key")
+    if not file.exists():
+        file.touch(mode=0o600)
+        file.write_text("a-key-of-this-rig-alone\n", encoding="ascii")
+    return file
+
+
 def cluster_tree(hosts: Hosts, *, model: Path = Path("/nowhere")) -> dict[str, Any]:
     """Decode over hosts 0 and 1, prefill over 2 and 3, the balancer on 3."""
     nodes = [hosts.address(number) for number in range(4)]
@@ -28,6 +37,7 @@ def cluster_tree(hosts: Hosts, *, model: Path = Path("/nowhere")) -> dict[str, A
     prefill = {"parallel": {"pp_size": 2}, "instances": [{"name": "p0", "http_port": 30000, "nodes": nodes[2:]}]}
     return {
         "model": {"path": str(model)},
+        "cluster_key_file": str(key_file(hosts)),
         "decode": decode,
         "prefill": prefill,
         "load_balancer": {"host": "0.0.0.0", "port": 8081},

@@ -148,7 +148,7 @@ def test_start_status_logs_stop(run: Runner) -> None:
     shown = run.out
     assert "ready, ranks 2/2, d0 up" in shown
     assert shown.count("The server is fired up and ready to roll!") == 3
-    assert run("status", "--iplist", "10.0.0.1 10.0.0.2 10.0.0.3") == 0, "another list bars nothing"
+    assert run("status", "--iplist", "10.0.0.1 10.0.0.2 10.0.0.3", "--cluster-key", "/k") == 0, "another list bars nothing"
 
     assert run("start") == 2
     assert "already running: d0 (pid" in run.err

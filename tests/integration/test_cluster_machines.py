@@ -87,6 +87,7 @@ class Rig:
         base = free_base(30)
         self.tree = {
             "model": {"path": "weights"},
+            "cluster_key_file": "/etc/longcat_pd/cluster.key",
             "load_balancer": {"port": base},
             "hosts": {"path": f"{folder}/root", "python": sys.executable},
             "prefill": {"instances": [{"name": "p0", "http_port": base + 10, "nodes": [P0]}]},

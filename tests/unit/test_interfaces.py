@@ -53,7 +53,7 @@ def test_the_interface_that_carries_the_address(host: str, name: str, address: s
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1", "0.0.0.0", "own"])
 def test_loopback_and_every_address_need_no_interface(host: str) -> None:
-    assert interface_of(host) is None and network_environment(host) == {}
+    assert interface_of(host) is None and network_environment(host) == {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 def test_an_address_that_the_machine_has_not_is_refused_by_name() -> None:

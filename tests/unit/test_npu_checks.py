@@ -25,6 +25,7 @@ def cluster(tmp_path: Path) -> Path:
     engine = {"block_size": 128, "num_blocks": 1000, "max_num_seqs": 8}
     tree = {
         "model": {"path": "model"},
+        "cluster_key_file": "/etc/longcat_pd/cluster.key",
         "device": "npu",
         "devices_per_node": 2,
         "prefill": {

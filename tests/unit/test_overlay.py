@@ -16,6 +16,7 @@ from longcat_pd.errors import ConfigError
 
 TREE: dict[str, Any] = {
     "model": {"path": "weights"},
+    "cluster_key_file": "/etc/longcat_pd/cluster.key",
     "devices_per_node": 2,
     "prefill": {"parallel": {"pp_size": 2}, "instances": [{"name": "p0", "http_port": 30000}]},
     "decode": {

@@ -24,6 +24,7 @@ def cluster(tmp_path: Path) -> Path:
         yaml.safe_dump(
             {
                 "model": {"path": "/weights/longcat", "served_name": "longcat"},
+                "cluster_key_file": "/etc/longcat_pd/cluster.key",
                 "hosts": {"path": "/srv/longcat", "user": "serving", "python": sys.executable},
                 "prefill": {
                     "engine": {"block_size": 16, "max_num_batched_tokens": 64},

@@ -37,6 +37,7 @@ def base(tmp_path: Path) -> ClusterConfig:
     engine = "{max_model_len: 8192, max_num_seqs: 8, num_blocks: 1000}"
     text = f"""
 model: {{path: {tmp_path}}}
+cluster_key_file: /etc/longcat_pd/cluster.key
 device: npu
 devices_per_node: 4
 prefill: {{parallel: {{pp_size: 1, cp_size: 4}}, engine: {engine}, instances: [{{name: p, http_port: 30000, nodes: [a]}}]}}

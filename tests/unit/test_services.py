@@ -26,6 +26,7 @@ def cluster(tmp_path: Path) -> Path:
     (tmp_path / "model" / "config.json").write_text(json.dumps(make_config("2.0", [], dtype="float32")))
     tree: dict[str, Any] = {
         "model": {"path": "model"},
+        "cluster_key_file": "/etc/longcat_pd/cluster.key",
         "load_balancer": {"host": "0.0.0.0"},
         "prefill": {
             "engine": {"block_size": 16, "max_num_batched_tokens": 64},
@@ -171,6 +172,18 @@ def test_two_npu_instances_on_a_machine_need_cards_and_ports_of_their_own(cluste
     assert any(text in line for line in refusal(cluster, *together))
     apart = (*together, "prefill.env={ASCEND_RT_VISIBLE_DEVICES: '1', HCCL_IF_BASE_PORT: '61000'}")
     assert not any("shares" in line for line in refusal(cluster, *apart))
+
+
+def test_machines_that_others_reach_need_the_key_of_the_cluster(cluster: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(cluster, ["cluster_key_file=null"])
+    lines = caught.value.message.splitlines()
+    assert len(lines) == 2
+    for line, nodes in zip(lines, ((P0, P1), (D0, D1)), strict=True):
+        assert line.startswith("cluster_key_file: is needed where others reach ") and str(list(nodes)) in line
+    here = ["prefill.instances.0.nodes=[127.0.0.1, 127.0.0.2]", "decode.instances.0.nodes=[localhost, '::1']"]
+    load(cluster, ["cluster_key_file=null", *here])
+    load(cluster, [*here])
 
 
 def test_another_machine_reads_the_same(cluster: Path, tmp_path: Path) -> None:
