@@ -130,7 +130,7 @@ async def pools(config: ClusterConfig, *, entries: Mapping[str, str] | None = No
                 service, control = build(mine)
                 instance = PeeredInstance(mine.engine, control, mine.clock)
                 gate = Gate(4096)
-                front = worker_front(config.load_balancer, None)
+                front = worker_front(config.load_balancer, config.cluster_key_file)
                 app = create_app(service, TextProcessor.load(config.model.path), mine.metrics, gate=gate, front=front)
                 await stack.enter_async_context(_serving(app, place.host, place.http_port, gate))
                 stack.push_async_callback(instance.close)
