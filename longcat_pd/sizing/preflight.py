@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longcat_pd.config.checks import PortUse, ports_of
+from longcat_pd.config.keys import read_keys
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.resolve import compile_cache
 from longcat_pd.config.schema import InstanceSpec, ParallelConfig
@@ -57,6 +58,7 @@ def inspect(spec: InstanceSpec, *, node_rank: int = 0, available_bytes: int | No
         *memory_findings(spec, ranks, available_bytes=available),
         *([cores] if cores is not None else []),
         *compiler_findings(spec),
+        *key_findings(spec),
     ]
     return Preflight(plan=tuple(plan_lines(spec, ranks)), findings=tuple(findings))
 
@@ -83,6 +85,7 @@ def plan_lines(spec: InstanceSpec, ranks: Sequence[RankMemory]) -> Iterator[str]
         yield f"  rank {rank.rank}{stage}: {show_total(rank.parts)}"
     if parallel.moe_dispatch == "two_level" and parallel.ep_size > 1 and parallel.node_size <= 1:
         yield "  advice: two_level on one node is all_to_all with one exchange too many; set node_size, or use all_to_all"
+    yield from _key_advice(spec)
     if spec.role == "prefill" and engine.max_num_batched_tokens % (engine.block_size * parallel.cp_size):
         level = engine.block_size * parallel.cp_size
         yield f"  advice: a chunk is level over the ranks of cp when max_num_batched_tokens is a multiple of {level}"
@@ -150,6 +153,21 @@ def compiler_findings(spec: InstanceSpec) -> Iterator[str]:
     there = next(path for path in (folder, *folder.parents) if os.access(path, os.F_OK))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         yield f"{section}.compile_cache={folder}: {there} is no folder that this user can write to"
+
+
+def key_findings(spec: InstanceSpec) -> Iterator[str]:
+    """Refusal where this machine lacks the key file of the cluster."""
+    if spec.cluster_key_file is not None:
+        try:
+            read_keys(spec.cluster_key_file)
+        except ConfigError as error:
+            yield f"cluster_key_file={spec.cluster_key_file}: {error.message}"
+
+
+def _key_advice(spec: InstanceSpec) -> Iterator[str]:
+    file = Path(spec.cluster_key_file or "")
+    if spec.cluster_key_file is not None and file.is_file() and file.stat().st_mode & 0o077:
+        yield f"  advice: others on this machine can use {file}, mode {file.stat().st_mode & 0o777:04o}; chmod 0400"
 
 
 def free_memory_bytes() -> int:

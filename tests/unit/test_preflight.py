@@ -13,6 +13,7 @@ from longcat_pd.sizing.memory import instance_memory
 from longcat_pd.sizing.preflight import (
     compiler_findings,
     free_memory_bytes,
+    key_findings,
     memory_findings,
     plan_lines,
     total_memory_findings,
@@ -25,6 +26,24 @@ __all__ = ["cluster"]
 def plan(file: Path, *overrides: str, name: str = "p0") -> list[str]:
     spec = instance_spec(load(file, overrides), name)
     return list(plan_lines(spec, instance_memory(spec, ModelConfig.load(spec.model.path))))
+
+
+def test_the_key_file_is_there_on_each_machine_and_belongs_to_the_user_alone(cluster: Path, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.key"
+    spec = instance_spec(load(cluster, [f"cluster_key_file={file}"]), "p0")
+    (line,) = key_findings(spec)
+    assert line == f"cluster_key_file={file}: key file {file}: No such file or directory"
+    file.write_text("\n")
+    (line,) = key_findings(spec)
+    assert line.endswith("holds no key")
+    file.write_text("key\n")
+    file.chmod(0o644)
+    assert not list(key_findings(spec))
+    assert f"  advice: others on this machine can use {file}, mode 0644; chmod 0400" in plan(
+        cluster, f"cluster_key_file={file}"
+    )
+    file.chmod(0o400)
+    assert not any("advice" in line for line in plan(cluster, f"cluster_key_file={file}"))
 
 
 def test_the_plan_names_layout_ports_and_the_bytes_of_every_rank(cluster: Path) -> None:
