@@ -95,9 +95,12 @@ class Door:
             self._asked = socket.context.socket(zmq.REP)
             self._asked.bind(_DOOR)
 
+    def hear(self) -> None:
+        """Note what goes wrong, for ``look``. Before the socket dials: what failed unheard would never be dialled again."""
+        self._heard = self._socket.get_monitor_socket(_FAILURES)
+
     def attend(self) -> tuple[int, ...]:
         """From now on ``look`` is called whenever one of these files becomes readable, and once at first."""
-        self._heard = self._socket.get_monitor_socket(_FAILURES)
         return tuple(s.fileno() for s in (self._asked, self._heard) if s is not None)
 
     def look(self) -> bool:

@@ -75,17 +75,22 @@ class _Open(NamedTuple):
     door: Door
 
 
-def _opened(pattern: Pattern, endpoint: str, *, bind: bool, identity: bytes, admission: Admission) -> _Open:
+def _opened(
+    pattern: Pattern, endpoint: str, *, bind: bool, identity: bytes, admission: Admission, is_attended: bool
+) -> _Open:
     """A socket with a context of its own, and its door. Raises OSError when the address cannot be had."""
     address = _numeric(endpoint) if bind else endpoint
     context: zmq.Context[_Socket] = zmq.Context()
     socket = context.socket(_KINDS[pattern])
+    if admission.seal is not None:
+        admission.seal.put_on(socket, listens=bind)
+    door = Door(socket, admission, listens=bind)
     try:
-        if admission.seal is not None:
-            admission.seal.put_on(socket, listens=bind)
-        door = Door(socket, admission, listens=bind)
+        if is_attended:
+            door.hear()
         _set_up(socket, pattern, address, bind=bind, identity=identity)
     except zmq.ZMQError as error:
+        door.close()
         context.destroy(linger=0)
         raise OSError(error.errno, f"{endpoint}: {error.strerror}") from error
     return _Open(context, socket, door)
@@ -151,7 +156,9 @@ class AsyncSocket:
         identity: bytes = b"",
         linger_s: float = 0.0,
     ) -> None:
-        self._open = partial(_opened, pattern, endpoint, bind=bind, identity=identity, admission=admission)
+        self._open = partial(
+            _opened, pattern, endpoint, bind=bind, identity=identity, admission=admission, is_attended=True
+        )
         self._context, self._socket, self._door = self._open()
         self._is_dialler = not bind
         self._watched: list[int] = []  # files
@@ -245,7 +252,9 @@ class BlockingSocket:
         linger_s: float = 1.0,
     ) -> None:
         assert admission.seal is None or not bind
-        self._context, self._socket, _ = _opened(pattern, endpoint, bind=bind, identity=identity, admission=admission)
+        self._context, self._socket, _ = _opened(
+            pattern, endpoint, bind=bind, identity=identity, admission=admission, is_attended=False
+        )
         self._linger_ms = int(linger_s * 1000)
 
     @property
