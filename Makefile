@@ -1,4 +1,4 @@
-# check: format, lint, types, floors · test: everything that is not slow, in two runs beside each other · test-slow: the rest · parity, fault, hosts: all of their folder · fuzz: schemathesis and mutated bodies at length · bench: docs/benchmarks.md · bench-stages: the path of one decode step (WRITE=1: docs/benchmarks.md)
+# check: format, lint, types, floors · test: everything that is not slow, in two runs beside each other · test-slow: the rest · parity, fault, hosts: all of their folder · fuzz: schemathesis, mutated bodies and control records at length · bench: docs/benchmarks.md · bench-stages: the path of one decode step (WRITE=1: docs/benchmarks.md)
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/dev-installed
@@ -33,7 +33,7 @@ hosts: $(STAMP)
 	$(PYTEST) tests/hosts
 
 fuzz: $(STAMP)
-	$(PYTEST) -s -m slow tests/unit/test_malformed.py tests/integration/test_openapi.py
+	$(PYTEST) -s -m slow tests/unit/test_malformed.py tests/unit/test_fuzzed_control.py tests/integration/test_openapi.py
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(PYTHON) -m longcat_pd.bench --write docs/benchmarks.md
