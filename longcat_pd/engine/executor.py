@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from longcat_pd.clock import HEARTBEAT_S, Clock
-from longcat_pd.config.keys import admission
 from longcat_pd.config.schema import EngineConfig, InstanceSpec, RankSpec
 from longcat_pd.engine.background import Background
 from longcat_pd.engine.open_steps import OpenSteps, Outputs, Overdue
@@ -25,7 +24,7 @@ from longcat_pd.engine.plan import (
     StepPlan,
     Stop,
 )
-from longcat_pd.engine.roster import RankEntry, RankState, Roster
+from longcat_pd.engine.roster import RankEntry, RankState, Roster, listen_for_ranks
 from longcat_pd.errors import ConfigError, EngineFault, LongcatError, RankLost
 from longcat_pd.kv_transfer.messages import TransferClosed
 from longcat_pd.log import logger
@@ -145,10 +144,8 @@ class ProcessExecutor:
         Raises RankLost, EngineFault, or ConfigError for a taken port, a refused checkpoint or a refused machine.
         """
         try:
-            first = self._specs[0]
-            place = admission(first.instance.cluster_key_file)
-            self._sockets.append(AsyncSocket("router", first.plan_endpoint, bind=True, admission=place))
-            self._sockets.append(AsyncSocket("pull", first.output_endpoint, bind=True, admission=place))
+            for socket in listen_for_ranks(self._specs[0]):
+                self._sockets.append(socket)
         except OSError as error:
             self._close_sockets()
             raise ConfigError(f"cannot listen: {error}") from error
