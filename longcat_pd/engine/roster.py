@@ -1,22 +1,31 @@
 """What a driver knows of its rank processes without asking them: who has called, who is silent, who has ended, and why.
 
-Judges only; whoever owns the sockets and the processes (``executor.py``) feeds it and acts. Pure but for the log.
+Judges only; whoever owns the sockets and the processes (``executor.py``) feeds it and acts. Pure but for the log and ``listen_for_ranks``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from longcat_pd.clock import RANK_SILENT_S
+from longcat_pd.config.keys import admission
 from longcat_pd.config.schema import RankSpec
 from longcat_pd.engine.open_steps import Overdue
 from longcat_pd.engine.plan import RankAccounts, RankReady
 from longcat_pd.errors import ConfigError, EngineFault, LongcatError, RankLost
 from longcat_pd.log import logger
+from longcat_pd.wire import AsyncSocket
 
 STATUS_CONFIG = 2  # of a rank process that refuses its configuration or checkpoint
+
+
+def listen_for_ranks(spec: RankSpec) -> Iterator[AsyncSocket]:
+    """The driver's sockets of plans and of outputs. Raises OSError for a port that is taken, ConfigError for a key file."""
+    place = admission(spec.instance.cluster_key_file)
+    yield AsyncSocket("router", spec.plan_endpoint, bind=True, admission=place)
+    yield AsyncSocket("pull", spec.output_endpoint, bind=True, admission=place)
 
 
 @dataclass(frozen=True, slots=True)
