@@ -1,6 +1,7 @@
 """What a driver knows of its rank processes without asking them: who has called, who is silent, who has ended, and why.
 
-Judges only; whoever owns the sockets and the processes (``executor.py``) feeds it and acts. Pure but for the log and ``listen_for_ranks``.
+Judges only; whoever owns the sockets and the processes (``executor.py``) feeds it and acts. Pure but
+for the log and ``listen_for_ranks``.
 """
 
 from __future__ import annotations
