@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +145,23 @@ async def pools(config: ClusterConfig, *, entries: Mapping[str, str] | None = No
         await stack.enter_async_context(_serving(balancer_app.create_app(face), address.host, address.port, face.gate))
         await asyncio.wait_for(face.means.pool.has_been_ready.wait(), 30)
         yield Topology(*await _client(stack, address.host, address.port), parts)
+
+
+@contextlib.asynccontextmanager
+async def another_balancer(config: ClusterConfig, urls: Mapping[str, str], **settings: Any) -> AsyncIterator[Topology]:
+    """One more balancer over instances that run. ``urls``: where it finds some of them, in place of their own address."""
+    own = replace(config.load_balancer, port=free_base(10), **settings)
+    face = assemble.build(replace(config, load_balancer=own))
+    for name, url in urls.items():
+        instance = face.means.pool.instances[name]
+        instance.target = replace(instance.target, url=url)
+    async with contextlib.AsyncExitStack() as stack:
+        watching = asyncio.ensure_future(face.means.pool.watch())
+        stack.push_async_callback(_cancelled, watching)
+        stack.push_async_callback(face.means.workers.close)
+        await stack.enter_async_context(_serving(balancer_app.create_app(face), own.host, own.port, face.gate))
+        await asyncio.wait_for(face.means.pool.has_been_ready.wait(), 30)
+        yield Topology(*await _client(stack, own.host, own.port), {})
 
 
 @contextlib.asynccontextmanager
