@@ -68,6 +68,14 @@ def chat(**fields: Any) -> Asked:
 
 
 STREAM = {"stream": True}
+FOREIGN = {  # what a balancer says to workers; of a client it means nothing
+    "X-Longcat-Transfer-Id": "0" * 32,
+    "X-Longcat-Peer": "d9",
+    "X-Longcat-Deadline-Ms": "1",
+    "X-Longcat-Attempt": "2",
+    "X-Longcat-Failover": "resume",
+    "X-Longcat-Cause": "self",
+}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 GOOD = [
@@ -75,6 +83,8 @@ GOOD = [
     ids(logprobs=3, return_token_ids=True),
     ids(n=2, seed=4),
     ids(priority=-7),
+    body(COMPLETIONS, FOREIGN, prompt=[5, 6, 7], max_tokens=3, temperature=0, ignore_eos=True),
+    body(COMPLETIONS, FOREIGN, prompt=[5, 6, 7], max_tokens=3, temperature=0, ignore_eos=True, stream=True),
     body(
         COMPLETIONS,
         prompt=["a long river", [5, 6, 7], "hello"],
@@ -300,10 +310,13 @@ async def test_what_a_route_answers_is_the_same_at_both(tmp_path: Path) -> None:
         for asked in GOOD:
             answer = await both.compare(asked)
             assert answer.status_code == 200, f"{asked}: {answer.text}"
+        times = []
         for asked in REFUSED:
             answer = await both.compare(asked)
+            times.append(answer.elapsed.total_seconds())
             assert 400 <= answer.status_code < 500 and answer.status_code != 422, str(asked)
             assert sorted(answer.json()["error"]) == ["code", "message", "param", "type"], str(asked)
+        assert sorted(times)[len(times) // 2] < 0.1, "what is wrong is told at once"
         for asked in KEYED:
             assert (await both.compare(asked, key="")).json()["error"]["code"] == "missing_api_key"
             for wrong in WRONG_KEYS:
@@ -321,4 +334,12 @@ async def test_what_a_route_answers_is_the_same_at_both(tmp_path: Path) -> None:
         statuses = [(await both.compare(asked, key=ADMIN if "admin" in asked.path else CLIENT)).status_code
                     for asked in ADMIN_ROUTES]  # fmt: skip
         assert statuses == [400, 400, 400, 405, 202, 202, 202, 503, 503, 202, 200]
+        pair.client.headers = httpx.Headers({"authorization": f"Bearer {CLIENT}".encode()})
+        for asked in (ids(), ids(**STREAM)):
+            headers = {**asked.headers, "X-Request-Id": "seen-by-all"}
+            assert (await pair.client.post(asked.path, content=asked.content, headers=headers)).status_code == 200
+        await pair.idle_within()
     assert not any(key in lines.getvalue() for key in (CLIENT, ADMIN, "schlüssel", "hello", "你好"))
+    seen = [line for line in lines.getvalue().splitlines() if "seen-by-all" in line and "request_finished" in line]
+    assert [sum(mark in line for line in seen) for mark in ("peer=d0", "peer=p0", "pair=")] == [2, 2, 2], seen
+    assert "0" * 32 not in lines.getvalue(), "nothing is keyed by what a client says"

@@ -37,6 +37,7 @@ from tests.manual_clock import settle
 STREAMED = {**BODY, "stream": True}
 BAD_PROMPT = error(400, "context_length_exceeded", "client", kind="invalid_request_error")
 ECHO = error(502, "transfer_failed", "peer")
+TOO_MANY = error(429, "too_many_requests", "client", kind="rate_limit_error", retry_after="1")
 
 
 def both_ways(test: Callable[..., Any]) -> Callable[..., Any]:
@@ -349,9 +350,30 @@ async def test_a_stream_that_fails_before_its_first_event_is_a_status(script: Sc
         ((chunk("half")[:-1],), "bad_worker_answer"),
         ((), "bad_worker_answer"),
         ((b"data: {\n\n", chunk("x"), DONE), "bad_worker_answer"),
+        ((b"<html>gone</html>\n\n", DONE), "bad_worker_answer"),
+        ((chunk("x").rstrip() + b"\n" + chunk("y"), DONE), "bad_worker_answer"),
+        ((b"event: x\n" + chunk("x"), DONE), "bad_worker_answer"),
+        ((b"data: [1]\n\n", DONE), "bad_worker_answer"),
+        ((b'data: {"choices": 1}\n\n', DONE), "bad_worker_answer"),
+        ((b'data: {"error": "text"}\n\n', DONE), "bad_worker_answer"),
+        ((b"data: \xff\n\n", DONE), "bad_worker_answer"),
         ((b'data: {"error":{"message":"m","type":"server_error","param":null,"code":"rank_lost"}}\n\n',), "rank_lost"),
     ],
-    ids=["reset", "half an event and reset", "half an event", "no end", "nonsense", "its own error"],
+    ids=[
+        "reset",
+        "half an event and reset",
+        "half an event",
+        "no end",
+        "nonsense",
+        "html",
+        "no empty line",
+        "a named event",
+        "a list",
+        "no chunk",
+        "no error object",
+        "no text",
+        "its own error",
+    ],
 )
 async def test_a_stream_that_fails_later_ends_with_one_error_event(num_good: int, end: Any, code: str) -> None:
     rig = await Rig.make("p0 p1 d0 d1")
@@ -393,6 +415,11 @@ async def test_only_whole_events_reach_the_client_wherever_the_stream_breaks(cut
     "script",
     [
         raw(200, b"<html>hello</html>", "text/html"),
+        raw(200, WHOLE_BYTES, "text/plain"),
+        raw(200, b'{"id": "x", "choices": {}}'),
+        raw(200, b"\xff\xfe"),
+        raw(200, b"[" * 100_000),
+        raw(404, b"not found", "text/plain"),
         raw(500, b"<html>Internal Server Error</html>", "text/html"),
         raw(200, WHOLE_BYTES[:20]),
         raw(200, b""),
@@ -444,13 +471,14 @@ async def test_a_failure_that_repeats_is_bounded_and_heals_within_two_seconds() 
 
 async def test_errors_that_are_not_the_workers_open_no_breaker() -> None:
     rig = await Rig.make()
-    kinds = [BAD_PROMPT, error(503, "overloaded", "load"), error(404, "model_not_found", "client"), whole, ECHO]
-    for i in range(200):
-        rig.script(d0=kinds[i % len(kinds)])
+    kinds = [BAD_PROMPT, error(503, "overloaded", "load"), error(404, "model_not_found", "client"), whole, ECHO, TOO_MANY]
+    for i in range(1000):
+        kind = kinds[i % len(kinds)]
+        rig.script(d0=kind)
         exchange = rig.post()
-        await rig.clock.advance(0.25)
-        if kinds[i % len(kinds)] is whole:
-            assert exchange.status == 200
+        await rig.clock.advance(0.25 if kind is ECHO else 0.0)  # an echo is held for the cause
+        assert exchange.task.done() and (kind is not whole or exchange.status == 200)
+    assert len(rig.cluster.of("d0")) > 1000
     assert all(i.is_ready and not i.breaker.is_open for i in rig.means.pool.instances.values())
     assert not any(i.breaker._failures for i in rig.means.pool.instances.values())
 
