@@ -58,7 +58,7 @@ class Overview:
         if self._gate.is_draining:
             reasons = [{"code": "draining", "detail": f"{self._gate.num_open} requests are open", "rank": None}]
         elif reasons and any(i.out_reason == "starting" and not i.is_in for i in instances):
-            reasons = [{"code": "starting", "detail": "not every instance has answered yet", "rank": None}, *reasons]
+            reasons = [{"code": "starting", "detail": "an instance is starting", "rank": None}, *reasons]
         ranks = [i.said["ranks"] for i in instances if isinstance(i.said.get("ranks"), dict)]
         return {
             "ready": not reasons,

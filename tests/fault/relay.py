@@ -109,7 +109,7 @@ class Relay:
                 seen.ended = asyncio.get_running_loop().time()
 
     async def _until_next(self, client: End, worker: End, act: Act) -> None:
-        """Pass the worker's answer on. Raises ConnectionResetError where the act, or one of the two, ends the connection."""
+        """Pass the worker's answer on. Raises ConnectionResetError where the act, or one of the two, ends it."""
         passing = asyncio.ensure_future(_pass_answer(worker[0], client[1], act))
         leaving = asyncio.ensure_future(_left(client[0]))
         ends: set[asyncio.Future[None]] = {passing, leaving}

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 
+from longcat_pd.decode_worker import rank as decode_rank
 from longcat_pd.engine.plan import StepOutput, StepPlan
 from longcat_pd.engine.runner import ModelRunner
-from longcat_pd.decode_worker import rank as decode_rank
 from longcat_pd.prefill_worker import rank as prefill_rank
 
 SLOW_S = {397: 0.3, 398: 1.0, 399: 4.0}  # seconds of a step by length of the prompt; of a decode step a tenth

@@ -1,6 +1,6 @@
 """One of the two calls of a request fails, in every way that a network or a worker has. Failures of the kinds 1, 2, 4 to 8.
 
-Real pools; between the balancer and each worker is a relay that makes the fault. What dies of a signal is in the other files.
+Real pools; between the balancer and each worker is a relay that makes the fault. Deaths by signals are in the other files.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +17,6 @@ import openai
 import pytest
 
 from longcat_pd.config import resolve
-from longcat_pd.config.schema import LoadBalancerConfig
 from longcat_pd.errors import EngineFault, InvalidRequest, Overloaded, TransferFailed, WorkerUnavailable
 from tests.fault.relay import PASS, RESET, Act, Relay, answer, refusal, relays
 from tests.fault.slow_steps import SLOW_S
@@ -32,7 +30,6 @@ PROMPT = list(range(100, 120))
 SLOW = list(range(100, 100 + min(SLOW_S)))  # seven chunks of 0.3 s
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 KNOWN_S = 3.0  # an error is told so long after it is known; a second on a machine that does nothing else
-FIELDS = {field.name for field in fields(LoadBalancerConfig)}
 
 
 class Site:
@@ -107,13 +104,13 @@ async def site(
     config = resolve.load(
         cluster_file(folder, checkpoint, num_prefill=num, num_decode=num, **sections), ["model.dtype=float32"]
     )
-    settings = {"failover": False} if "failover" in FIELDS else {}
+    settings = {"failover": False, **(balancer or {})}
     assert config.prefill is not None and config.decode is not None
     ports = {i.name: i.http_port for pool in (config.prefill, config.decode) for i in pool.instances}
     entries = {role: f"tests.fault.slow_steps:{role}" for role in ("prefill", "decode")}
     async with pools(config, entries=entries) as behind, relays(ports) as between:
         urls = {name: relay.url for name, relay in between.items()}
-        async with another_balancer(config, urls, **settings, **(balancer or {})) as topology:
+        async with another_balancer(config, urls, **settings) as topology:
             made = Site(topology, between, behind)
             await made.ready()
             yield made
@@ -243,6 +240,22 @@ async def test_a_stream_breaks_behind_good_events(tiny: MakeCheckpoint, tmp_path
         await s.check(right[:6])
 
 
+async def test_with_failover_the_rest_of_a_broken_stream_comes_from_another_pair(
+    tiny: MakeCheckpoint, tmp_path: Path
+) -> None:
+    async with site(tiny("2.0", with_tokenizer=True), tmp_path, num=2, balancer={"failover": True}) as s:
+        _, right, _ = await s.ask(is_streamed=False, max_tokens=LONG)
+        assert isinstance(right, list)
+        for name in ("d0", "d1"):  # whichever has its turn
+            s.script("none")
+            s.relays[name].script(Act("cut", num_events=NUM_GOOD), PASS)
+            for _ in range(2):
+                assert (await s.ask(is_streamed=True, max_tokens=LONG))[:2] == (200, right)
+            assert s.relays[name].calls, "it had its turn"
+        assert await s.metric("failovers_total") >= 2
+        await s.check(right[:6])
+
+
 # ---------------------------------------------------------------------- 7: a failure that repeats
 
 
@@ -253,8 +266,10 @@ async def test_a_failure_that_repeats_costs_no_more_than_its_retries_and_heals(
         _, right, _ = await s.ask(is_streamed=False)
         failing = s.script("p", Act("reset", after_s=0.02))
         began = asyncio.get_running_loop().time()
-        asked = [s.ask(is_streamed=False) for _ in range(100)]
-        for status, code, _ in await asyncio.wait_for(asyncio.gather(*asked), 30.0):
+        asked = asyncio.gather(*(s.ask(is_streamed=False) for _ in range(100)))
+        undisturbed = await s.behind.complete(PROMPT)  # by the other balancer, over the same workers
+        assert undisturbed["token_ids"] == right
+        for status, code, _ in await asyncio.wait_for(asked, 30.0):
             assert (status, code) == (503, "worker_unavailable")
         print(f"100 failures in {asyncio.get_running_loop().time() - began:.1f} s")
         by_request: dict[str, list[Any]] = {}
@@ -293,9 +308,7 @@ async def test_errors_that_are_not_the_workers_put_nobody_out(
 ) -> None:
     """Each round: 40 bad ones, and 10 at once of which one is running, one waits and some are more than may be open."""
     narrow = {"max_num_seqs": 1, "max_queued_requests": 1}
-    async with site(
-        tiny("2.0"), tmp_path, balancer={"max_inflight": 8}, prefill_engine=narrow, decode_engine=narrow
-    ) as s:
+    async with site(tiny("2.0"), tmp_path, balancer={"max_inflight": 8}, prefill_engine=narrow, decode_engine=narrow) as s:
         _, right, _ = await s.ask(is_streamed=False)
         assert isinstance(right, list)
         found: dict[int, int] = {}

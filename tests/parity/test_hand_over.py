@@ -127,7 +127,9 @@ def same(found: Said, expected: Said) -> None:
 @pytest.mark.parametrize("variant", ["2.0+predictable", pytest.param("lite", marks=pytest.mark.slow)])
 def test_ten_tokens_behind_a_hand_over_are_those_of_one_engine(tiny: MakeCheckpoint, variant: str) -> None:
     site = Site(tiny(variant, with_tokenizer=True))
-    for length, rule in product(LENGTHS, RULES.values()):
+    for length, (name, rule) in product(LENGTHS, RULES.items()):
+        if name in ("drawn", "bound") and length not in (3, BLOCK_SIZE + 1):
+            continue
         ids = prompt(length, None)
         expected = say(site, ids, rule, handed_over=False)
         same(say(site, ids, rule, handed_over=True), expected)
@@ -137,7 +139,7 @@ def test_ten_tokens_behind_a_hand_over_are_those_of_one_engine(tiny: MakeCheckpo
 def test_an_end_inside_a_prompt_is_handed_over_too(tiny: MakeCheckpoint) -> None:
     """N-grams do not look back beyond it."""
     site = Site(tiny("2.0+predictable", with_tokenizer=True))
-    for length, behind in product((3, 6, BLOCK_SIZE + 1), (1, 2, 3)):
+    for length, behind in product((3, BLOCK_SIZE + 1), (1, 2, 3)):
         ids = prompt(length, length - behind)
         expected = say(site, ids, PLAIN, handed_over=False)
         same(say(site, ids, PLAIN, handed_over=True), expected)

@@ -341,6 +341,33 @@ def test_cancel_frees_at_once_and_tells_the_other_side(rigs: list[Rig]) -> None:
     assert following.mismatches() == []
 
 
+@pytest.mark.parametrize("num_layers", range(9))
+def test_a_push_given_up_behind_any_layer_frees_both_sides(rigs: list[Rig], num_layers: int) -> None:
+    """Two chunks of four layers each; D's blocks are another request's at once, and get nothing but that one's bytes."""
+    rig = Rig(stages=(4,), kvp=2)
+    rigs.append(rig)
+    handover = Handover(rig, "t", 4 * BLOCK)
+    handover.announce()
+    handover.begin()
+    for number in range(num_layers):
+        first = 0 if number < 4 else 2
+        rig.push[0].push_layer("t", number % 4, first, first + 2, is_last_chunk=first == 2)
+    rig.push[0].cancel("t")
+    for lanes in rig.arrival:
+        lanes.drop("t")
+    assert num_layers == 8 or not rig.pushed.wait(1)[0].ok
+    assert rig.push[0].counts().unsent == 0
+    following = Handover(rig, "u", 4 * BLOCK)
+    following.announce()
+    following.begin()
+    following.compute()
+    rig.pushed.wait(2)
+    assert [c.ok for c in rig.arrived.wait(4) if c.transfer_id == "u"] == [True, True]
+    assert following.mismatches() == []
+    assert len(rig.pushed.all) == 2, "each push has one end"
+    assert all(lanes.counts().posted == 0 for lanes in rig.arrival)
+
+
 def test_blocks_are_in_quarantine_from_the_end_of_their_slot_until_no_lane_reads_them(
     rigs: list[Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
