@@ -17,7 +17,8 @@ ASKED = {  # by folder, the cases that are to be shown there
     "fault": {1, 2, 4, 5, 7, 8, 9, 11, 12, 13, 14, 15, 16, 18, 19, 20, 21, 22, 23, 25, 26, 35},
     "bench": {24},
 }
-OPEN: set[tuple[str, int]] = {("fault", 18), ("fault", 20), ("fault", 21), ("fault", 22), ("fault", 25), ("bench", 24)}
+# what has no test yet; who writes it takes it out of here
+OPEN = {("fault", 20), ("fault", 21), ("bench", 24)}
 NAME = re.compile(r"`(\w+)::(\w+)`|\b(parity|integration|fault|bench|soak)\b")
 
 
