@@ -61,6 +61,7 @@ class ChoiceText:
         tools: None where tool calls are not looked for.
         reasoning_field: where reasoning goes: ``reasoning_content`` or ``content``.
         content_field: ``content``, or ``text`` for completions.
+        has_text: False where there is no tokenizer: tokens show by an empty text at once, for they have ids and nothing else.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class ChoiceText:
         tools: ToolCallParser | None = None,
         reasoning_field: str = "reasoning_content",
         content_field: str = "content",
+        has_text: bool = True,
     ) -> None:
         self._index = index
         self._decoder = decoder
@@ -80,6 +82,7 @@ class ChoiceText:
         self._splitter = splitter
         self._tools = tools
         self._fields = {True: reasoning_field, False: content_field}
+        self._has_text = has_text
         self._ends: list[int] = []  # characters of raw text after each token
         self._pending: list[CountedToken] = []
         self._has_begun = False
@@ -107,6 +110,8 @@ class ChoiceText:
                 break
         if delta.finish is not None and not self.is_finished:
             self._end(delta.finish, delta.matched_stop_token, deltas)
+        if not self._has_text and self._pending and not self.is_finished:
+            deltas.append({self._fields[False]: ""})
         pieces = self._opening(has_text=bool(deltas)) if is_first else []
         pieces += [self._piece(d) for d in _joined(deltas)]
         if self.is_finished:

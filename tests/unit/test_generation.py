@@ -356,6 +356,14 @@ async def test_a_checkpoint_without_tokenizer(tmp_path):
         assert (refused.json()["error"]["code"], refused.json()["error"]["param"]) == ("tokenizer_missing", param)
 
 
+async def test_ids_stream_without_a_text(tmp_path):
+    folder = write_folder(tmp_path / "m", has_tokenizer=False)
+    body = {"prompt": [5, 6], "return_token_ids": True, "stream": True}
+    *chunks, _ = events_of((await post(FakeService(folder, plays([9, 8, 7, EOS])), COMPLETIONS, body)).content)
+    assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[9], [8], [7], [EOS]]
+    assert {chunk["choices"][0]["text"] for chunk in chunks} == {""}
+
+
 async def test_what_the_engine_is_asked(folder, text):
     service = FakeService(folder, plays([EOS]))
     body = {"prompt": [5], "temperature": 0, "top_p": 0.5, "top_k": 7, "seed": -3, "n": 2, "stop_token_ids": [9]}
