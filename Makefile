@@ -1,10 +1,10 @@
-# check: format, lint, types, floors · test: everything that is not slow, in two runs beside each other · test-slow: the rest · parity, fault, hosts: all of their folder · fuzz: schemathesis, mutated bodies and control records at length · bench: docs/benchmarks.md · bench-stages: the path of one decode step (WRITE=1: docs/benchmarks.md)
+# check: format, lint, types, floors · test: everything that is not slow, in two runs beside each other · test-slow: the rest · parity, fault, hosts: all of their folder · soak: ten thousand requests, ten minutes · fuzz: schemathesis, mutated bodies and control records at length · bench: docs/benchmarks.md · bench-stages: the path of one decode step (WRITE=1: docs/benchmarks.md)
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/dev-installed
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q
 
-.PHONY: check test test-slow parity fault hosts fuzz bench bench-stages clean
+.PHONY: check test test-slow parity fault hosts soak fuzz bench bench-stages clean
 
 $(STAMP): pyproject.toml
 	test -x $(PYTHON) || python3 -m venv $(VENV)
@@ -31,6 +31,9 @@ fault: $(STAMP)
 
 hosts: $(STAMP)
 	$(PYTEST) tests/hosts
+
+soak: $(STAMP)
+	$(PYTEST) -s -m slow tests/soak
 
 fuzz: $(STAMP)
 	$(PYTEST) -s -m slow tests/unit/test_malformed.py tests/unit/test_fuzzed_control.py tests/integration/test_openapi.py

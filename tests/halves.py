@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 TESTS = Path(__file__).parent
-WITH_PROCESSES = ("fault", "integration")
+WITH_PROCESSES = ("fault", "integration", "soak")
 KINDS = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warning", "warnings", "error", "errors")
 
 
@@ -25,7 +25,9 @@ def halves() -> tuple[list[str], list[str]]:
     """Folders with tests; each is in one of the halves."""
     folders = sorted({file.relative_to(TESTS).parts[0] for file in TESTS.glob("*/**/test_*.py")})
     paths = {name: f"{TESTS.name}/{name}" for name in folders}
-    return [paths[n] for n in WITH_PROCESSES], [path for name, path in paths.items() if name not in WITH_PROCESSES]
+    return [paths[n] for n in WITH_PROCESSES if n in paths], [
+        path for name, path in paths.items() if name not in WITH_PROCESSES
+    ]
 
 
 def closing(outputs: list[str], seconds: float) -> str:

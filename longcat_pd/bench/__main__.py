@@ -1,4 +1,5 @@
-"""`make bench`: the decode step by itself, prefill + decode against one engine, one engine against transformers, memory.
+"""`make bench`: the decode step by itself, prefill + decode against one engine, one engine against transformers, memory,
+and how an overload passes.
 
 Whatever is compared is measured in the same run, in turn, so that ratios hold where absolute times do not.
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 from longcat_pd.bench import ahead, client, report, steps
 from longcat_pd.bench.grammars import grammar_rows
 from longcat_pd.bench.prefixes import prefix_rows
+from longcat_pd.bench.recovery import Course, recovery_rows
 from longcat_pd.bench.report import Row, compared
 from longcat_pd.bench.servers import Served, cluster, cpu_share, engine, make_checkpoint, resident_mib
 
@@ -55,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             pair_rows(folder, rounds=options.rounds),
             rate_rows(folder, num_tokens=options.tokens),
             grammar_rows(folder, port=ENGINE_PORT),
+            recovery_rows(folder, Course()),
         )
         rows = list(_told(chain.from_iterable(parts)))
     figures = report.table(report.machine(), rows)

@@ -33,7 +33,7 @@ from longcat_pd.kv_transfer.transport import Call, Lane, LaneClosed, LaneEnd, La
 from longcat_pd.wire import unpack
 
 _JOIN_S = 5.0
-_CLOSED_KEPT = 65536  # keys of ended transfers whose late bytes are known and thrown away
+_CLOSED_KEPT = 4096  # keys of ended transfers whose late bytes are known and thrown away: more than end within a time-out
 _EARLY_BYTES = 64 << 20  # of transfers that are not announced yet; beyond that a lane waits
 
 
