@@ -49,8 +49,10 @@ class Progress:
         facts["ms"] = round((now - self.started) * 1000)
         self._account_failover(metrics)
         hop = "decoding" if self.first_token is not None else "prefilling"
-        if cut_by is not None:
-            requests.cancels_total(cut_by).inc()
+        is_late = failure is not None and failure.code == "deadline_exceeded"  # a worker may see it before this process
+        cancelled_by = "deadline" if is_late else cut_by
+        if cancelled_by is not None:
+            requests.cancels_total(cancelled_by).inc()
         if failure is not None:
             requests.requests_total(failure.code).inc()
             is_defect = failure.status >= 500 and failure.cause == "self"

@@ -195,6 +195,16 @@ async def test_a_failing_worker_is_tried_elsewhere_once_or_reported(
         assert answer.headers["x-should-retry"] == "false"
 
 
+@pytest.mark.parametrize("at", ["p0", "d0"])
+async def test_a_deadline_that_a_worker_sees_first_is_counted_like_any_other(at: str) -> None:
+    rig = await Rig.make("p0 d0")
+    rig.script(**{"p0": never, "d0": never, at: error(504, "deadline_exceeded", "self")})
+    assert (await ended(rig, rig.post(BODY))).status == 504
+    text = rig.means.metrics.render().decode()
+    assert 'requests_total{instance="lb",outcome="deadline_exceeded",role="load_balancer"} 1.0' in text
+    assert 'cancels_total{from="deadline",instance="lb",role="load_balancer"} 1.0' in text
+
+
 @both_ways
 @pytest.mark.parametrize("at", ["p0", "d0"])
 async def test_the_second_attempt_can_succeed_and_the_first_is_closed_before_it_begins(body: Any, at: str) -> None:
