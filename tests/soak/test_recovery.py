@@ -27,7 +27,10 @@ async def test_the_pace_of_before_is_back(
 ) -> None:
     few = {"max_num_seqs": 4}
     sections = {name: {**few, **settings.get(name, {})} for name in ("prefill_engine", "decode_engine")}
-    async with running(cluster_file(tmp_path, tiny("2.0"), **{**settings, **sections})) as (_, topology):
+    async with running(cluster_file(tmp_path, tiny("2.0", with_tokenizer=True), **{**settings, **sections})) as (
+        _,
+        topology,
+    ):
         outcome = await overloaded(topology.url, COURSE)
     print(outcome)
     assert {*outcome.refused} == {status} and outcome.refused[status] > COURSE.clients * COURSE.times
