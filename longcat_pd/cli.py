@@ -23,6 +23,7 @@ class Command(NamedTuple):
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
+        "fault": Command("longcat_pd.fault.command", "main", "make a CPU cluster fail, on purpose, in a named way"),
         "infer": Command("longcat_pd.standalone.infer", "main", "answer a file of request bodies, one JSON object a line"),
         "plan": Command("longcat_pd.plan.command", "main", "what a cluster YAML asks of cards, machines and links"),
         "render": Command("longcat_pd.render.main", "main", "write Kubernetes manifests or systemd units of a cluster"),

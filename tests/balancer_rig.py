@@ -268,7 +268,15 @@ class Rig:
     app: FastAPI
 
     @classmethod
-    async def make(cls, names: str = "p0 d0", *, keys: Keys | None = None, key: str | None = None, **config: Any) -> Rig:
+    async def make(
+        cls,
+        names: str = "p0 d0",
+        *,
+        keys: Keys | None = None,
+        key: str | None = None,
+        has_faults: bool = False,
+        **config: Any,
+    ) -> Rig:
         clock = ManualClock()
         cluster = Cluster(clock, names)
         metrics = Metrics(role="load_balancer", instance="lb")
@@ -285,7 +293,8 @@ class Rig:
             incarnation="i",
             config_digest="c",
         )
-        face = Face.of(means, LoadBalancerConfig(**config), keys=keys or Keys(), served=served)
+        settings = LoadBalancerConfig(**config)
+        face = Face.of(means, settings, keys=keys or Keys(), served=served, has_faults=has_faults)
         rig = cls(clock, cluster, means, face, create_app(face))
         await rig.poll()
         return rig

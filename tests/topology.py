@@ -131,7 +131,9 @@ async def pools(config: ClusterConfig, *, entries: Mapping[str, str] | None = No
                 instance = PeeredInstance(mine.engine, control, mine.clock)
                 gate = Gate(4096)
                 front = worker_front(config.load_balancer, config.cluster_key_file)
-                app = create_app(service, TextProcessor.load(config.model.path), mine.metrics, gate=gate, front=front)
+                faults = mine.faults.routes() if mine.faults is not None else {}
+                text = TextProcessor.load(config.model.path)
+                app = create_app(service, text, mine.metrics, gate=gate, front=front, faults=faults)
                 await stack.enter_async_context(_serving(app, place.host, place.http_port, gate))
                 stack.push_async_callback(instance.close)
                 starting.append(instance.start())

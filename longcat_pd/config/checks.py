@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from longcat_pd.config.layout_checks import SUPPORTED_DEVICES, check_layout, check_layout_fits
 from longcat_pd.config.model import ModelConfig
-from longcat_pd.config.node_checks import check_hosts, check_nodes
+from longcat_pd.config.node_checks import check_hosts, check_nodes, is_loopback
 from longcat_pd.config.npu_checks import NPU_RANGES, check_device, check_device_fits
 from longcat_pd.config.reader import Findings, Range
 from longcat_pd.config.schema import (
@@ -150,6 +150,7 @@ def check_shape(config: ClusterConfig, found: Findings) -> None:
     check_device(config, dict(pools(config)), found=found)
     check_hosts(config, list(pools(config)), found=found)
     _check_pair(config, found)
+    _check_faults(config, found)
 
 
 def check_model(config: ClusterConfig, model: ModelConfig, *, found: Findings) -> None:
@@ -298,6 +299,27 @@ def _check_devices(config: ClusterConfig, found: Findings) -> None:
                 text = f"{nodes} has {len(instance.nodes)} nodes x devices_per_node {config.devices_per_node} = {devices}"
                 keys = [f"{path}.{axis}" for axis in axes] + ["devices_per_node", f"{nodes}.nodes"]
                 found.cross(keys, f"{path}: {shape} = {world}, but {text}")
+
+
+def _check_faults(config: ClusterConfig, found: Findings) -> None:
+    """A cluster that can be told to fail is for tests: on CPU, and out of the reach of strangers."""
+    if not config.faults:
+        return
+    balancer = config.load_balancer
+    if config.device != "cpu":
+        text = f"faults=true: only for device cpu, not {config.device}: the others of a rank that leaves a collective wait"
+        found.cross(["faults", "device"], f"{text} on their cards, which may then need a reset")
+    for role, pool in pools(config):
+        for place, instance in enumerate(pool.instances):
+            key = f"{role}.instances[{place}].nodes"
+            guard = "load_balancer.admin_key_file" if role == "standalone" else "cluster_key_file"
+            has_guard = (config.cluster_key_file if role != "standalone" else balancer.admin_key_file) is not None
+            if not has_guard and not all(map(is_loopback, instance.nodes)):
+                text = f"faults=true: needs a {guard}, for {key}={list(instance.nodes)} is not loopback alone"
+                found.cross(["faults", guard, key], text)
+    if config.prefill is not None and balancer.admin_key_file is None and not is_loopback(balancer.host):
+        keys = ["faults", "load_balancer.admin_key_file", "load_balancer.host"]
+        found.cross(keys, f"faults=true: needs a {keys[1]}, for {keys[2]}={balancer.host} is not loopback")
 
 
 def _check_pair(config: ClusterConfig, found: Findings) -> None:

@@ -129,6 +129,7 @@ def instance_spec(cluster: ClusterConfig, name: str) -> InstanceSpec:
         env=environment(cluster, pool, instance),
         peers=tuple(_peer(other, inst) for other, _, inst in known.values() if other != role),
         cluster_key_file=cluster.cluster_key_file,
+        faults=cluster.faults,
     )
     return dataclasses.replace(spec, config_digest=_digest(spec))
 

@@ -256,6 +256,7 @@ class ClusterConfig:
     hosts: HostsConfig = field(default_factory=HostsConfig)
     device_memory_gib: float = 0.0  # that ranks may take of a device; 0: as sizing/cards.py has it for npu.soc
     cluster_key_file: str | None = None
+    faults: bool = False  # switches for faults, by /admin/fault (docs/faults.md); for tests on CPU
     env: dict[str, str] = field(default_factory=dict)
     log_dir: str | None = None
 
@@ -291,6 +292,7 @@ class InstanceSpec:
     env: dict[str, str] = field(default_factory=dict)  # what its processes are given, which the memory plan looks at
     peers: tuple[PeerAddress, ...] = ()
     cluster_key_file: str | None = None
+    faults: bool = False
     config_digest: str = ""
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from longcat_pd.config.keys import admission
 from longcat_pd.decode_worker.service import DecodeService
+from longcat_pd.kv_transfer.faulty_control import exposed
 from longcat_pd.kv_transfer.hello import CONTROL_PORT_OFFSET
 from longcat_pd.kv_transfer.offers import Offers, PairLimits
 from longcat_pd.server.parts import Parts
@@ -28,10 +29,13 @@ def build(parts: Parts) -> tuple[DecodeService, Offers]:
     pairing_s = spec.transfer.pairing_timeout_s
     limits = PairLimits(offer_s=pairing_s, leg_s=pairing_s + spec.engine.queue_timeout_s, commit_s=spec.transfer.timeout_s)
     endpoint = tcp(spec.host, spec.http_port + CONTROL_PORT_OFFSET)
+    switches = parts.faults.switches if parts.faults is not None else None
+    place = admission(spec.cluster_key_file)
+    socket = AsyncSocket("router", endpoint, bind=True, admission=place, linger_s=LINGER_S)
     offers = Offers(
         parts.hello,
         [peer.name for peer in spec.peers],
-        socket=AsyncSocket("router", endpoint, bind=True, admission=admission(spec.cluster_key_file), linger_s=LINGER_S),
+        socket=exposed(socket, switches),
         limits=limits,
         clock=parts.clock,
         metrics=transfers,

@@ -23,6 +23,7 @@ from longcat_pd.engine.plan import (
     StepOutput,
     StepPlan,
     Stop,
+    plan_codec,
 )
 from longcat_pd.engine.roster import RankEntry, RankState, Roster, listen_for_ranks
 from longcat_pd.errors import ConfigError, EngineFault, LongcatError, RankLost
@@ -36,7 +37,7 @@ STOP_GRACE_S = 5.0
 FAULT_GRACE_S = 1.0  # ranks that are left after a fault, or have not come up, are not listening; time for their stacks
 LAST_WORDS_S = 0.2  # between the end of a rank process and the judgement: its fault may still be on the wire
 
-_PLANS = Codec[PlanMessage](StepPlan, Stop)
+_PLANS = plan_codec()
 _MESSAGES = Codec[RankMessage](RankReady, Heartbeat, StepOutput, TransferClosed)
 
 Ready = tuple[RankReady, ...]
@@ -173,6 +174,12 @@ class ProcessExecutor:
             except Unsendable:  # the end of its process, or its silence, will say why
                 logger().warning("plan_not_sent", rank=rank.number, step_id=plan.step_id)
         return outputs
+
+    def order(self, order: PlanMessage, rank: int | None) -> None:
+        """Tell a rank, or all, which fault to show: before every plan that comes after. Raises Unsendable."""
+        for each in self._roster.ranks:
+            if rank in (None, each.number):
+                self._sockets[0].send([each.identity, *_PLANS.encode(order)])
 
     def rank_states(self) -> tuple[RankState, ...]:
         """By rank; never waits."""

@@ -11,7 +11,9 @@ from longcat_pd import wire
 from longcat_pd.clock import HEARTBEAT_S
 from longcat_pd.config.keys import admission
 from longcat_pd.config.schema import RankSpec
+from longcat_pd.engine.faulty_rank import FaultySocket
 from longcat_pd.engine.plan import Heartbeat, RankAccounts, RankMessage, RankReady, StepOutput
+from longcat_pd.faults import Switches
 from longcat_pd.kv_transfer.messages import TransferClosed
 
 _STATUS_UNHEARD = 1
@@ -21,12 +23,15 @@ class Outbox:
     """The thread that sends: outputs and events as they come, a heartbeat after a second without any.
 
     Steps compute on another thread, so a long one does not keep it from beating. Every message begins with the identity of
-    the rank. ``admission``: to the sockets of its driver. Raises ConfigError for a key file that cannot be read.
+    the rank. ``admission``: to the sockets of its driver. ``switches``: of the faults that hold up what it says.
+
+    Raises ConfigError for a key file that cannot be read.
     """
 
-    def __init__(self, spec: RankSpec) -> None:
+    def __init__(self, spec: RankSpec, switches: Switches | None = None) -> None:
         self.admission = admission(spec.instance.cluster_key_file)
         self._spec = spec
+        self._switches = switches
         self._messages: queue.SimpleQueue[RankMessage | None] = queue.SimpleQueue()
         self._accounts: Callable[[], RankAccounts] = lambda: RankAccounts(rank=spec.rank)
         self._step_id = 0
@@ -53,7 +58,8 @@ class Outbox:
 
     def _run(self) -> None:
         codec: wire.Codec[RankMessage] = wire.Codec(RankReady, Heartbeat, StepOutput, TransferClosed)
-        socket = wire.BlockingSocket("push", self._spec.output_endpoint, bind=False, admission=self.admission)
+        plain = wire.BlockingSocket("push", self._spec.output_endpoint, bind=False, admission=self.admission)
+        socket = plain if self._switches is None else FaultySocket(plain, self._switches)
         while (message := self._next()) is not None:
             try:
                 socket.send([self._spec.identity, *codec.encode(message)])

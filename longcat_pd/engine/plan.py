@@ -13,7 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from longcat_pd.faults import FaultOrder
 from longcat_pd.kv_transfer.messages import Arrival, DraftState, Push, TransferClosed
+from longcat_pd.wire import Codec
 
 Phase = Literal["prefill", "decode"]
 
@@ -107,7 +109,12 @@ class Stop:
     """The last message to a rank: end after the plans before it. Sent on the plans' socket."""
 
 
-PlanMessage = StepPlan | Stop
+PlanMessage = StepPlan | Stop | FaultOrder  # the last only where ``faults`` is set
+
+
+def plan_codec() -> Codec[PlanMessage]:
+    """Of what a driver tells its ranks."""
+    return Codec(StepPlan, Stop, FaultOrder)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn
 
-from longcat_pd import wire
 from longcat_pd.config.schema import RankSpec
 from longcat_pd.engine.handover import MakeLanes, no_lanes
+from longcat_pd.engine.orders import Orders, read_spec
 from longcat_pd.engine.outbox import Outbox
-from longcat_pd.engine.plan import StepOutput, StepPlan, Stop
+from longcat_pd.engine.plan import StepOutput, StepPlan
 from longcat_pd.engine.rank_model import load_rank_model
 from longcat_pd.engine.runner import ModelRunner
 from longcat_pd.errors import ConfigError, LongcatError
@@ -28,19 +28,19 @@ from longcat_pd.parallel.platform import platform_of, take_place
 
 STATUS_FAULT = 1
 STATUS_CONFIG = 2
-_PLAN_POLL_S = 60.0  # nothing hangs on it: a plan wakes the step thread at once
 
 
 def main(config: str) -> None:
     """Entry of a rank process without lanes. ``config``: a RankSpec as JSON."""
-    run_rank(wire.from_json(RankSpec, config), no_lanes)
+    run_rank(read_spec(config), no_lanes)
 
 
 def run_rank(spec: RankSpec, make_lanes: MakeLanes) -> None:
     """The life of a rank process. Returns after a Stop; ends the process with a status when something fails."""
     platform_of(spec.instance.device).prepare_rank()
-    outbox = Outbox(spec)
-    steps = _Steps(spec, outbox)
+    orders = Orders(spec)
+    outbox = Outbox(spec, orders.switches)
+    steps = _Steps(spec, orders, outbox)
     threading.excepthook = lambda thread: steps.fail(thread.exc_value)
     try:
         steps.run(make_lanes)
@@ -81,8 +81,9 @@ class StepWatch:
 class _Steps:
     """The step thread: join, load, then one plan after the other."""
 
-    def __init__(self, spec: RankSpec, outbox: Outbox) -> None:
+    def __init__(self, spec: RankSpec, orders: Orders, outbox: Outbox) -> None:
         self._spec = spec
+        self._orders = orders
         self._outbox = outbox
         self._step_id = 0  # of the plan in work, for the report of a fault
 
@@ -96,32 +97,24 @@ class _Steps:
 
     def run(self, make_lanes: MakeLanes) -> None:
         """Until a Stop."""
-        place, identity = self._outbox.admission, self._spec.identity
-        plans = wire.BlockingSocket("dealer", self._spec.plan_endpoint, bind=False, admission=place, identity=identity)
-        plans.send([b""])  # what it says is that plans can reach this rank from now on
+        self._orders.call()
         take_place(self._spec)
-        mesh = Mesh.join(self._spec)
+        mesh = self._orders.exposed_mesh(Mesh.join(self._spec))
         loaded = load_rank_model(self._spec, mesh)
-        push, arrival = make_lanes(self._spec, loaded.cache, self._outbox.put)
+        lanes = make_lanes(self._spec, loaded.cache, self._outbox.put)
+        push, arrival = self._orders.exposed_lanes(lanes, loaded.cache)
         runner = ModelRunner(self._spec, mesh, loaded=loaded, push=push, arrival=arrival)
         self._outbox.report_from(runner.accounts)
         self._outbox.put(runner.ready())
-        self._execute_plans(plans, runner)
+        self._execute_plans(self._orders.exposed_steps(runner.execute))
         runner.close()
-        plans.close()
+        self._orders.close()
         mesh.leave()
 
-    def _execute_plans(self, plans: wire.BlockingSocket, runner: ModelRunner) -> None:
-        codec: wire.Codec[StepPlan | Stop] = wire.Codec(StepPlan, Stop)
+    def _execute_plans(self, execute: Callable[[StepPlan], StepOutput]) -> None:
         watch = StepWatch(time.monotonic)
-        while True:
-            frames = plans.recv(_PLAN_POLL_S)
-            if frames is None:
-                continue
-            plan = codec.decode(frames)
-            if isinstance(plan, Stop):
-                return
+        while (plan := self._orders.next_plan()) is not None:
             self._step_id = plan.step_id
             self._outbox.note_step(plan.step_id)
-            self._outbox.put(watch.execute(plan, runner.execute))
+            self._outbox.put(watch.execute(plan, execute))
             self._outbox.note_step(0)

@@ -1,7 +1,6 @@
-"""A transport in memory, for tests and for two pools in one process; and the faults that it can be told to show.
+"""A transport in memory, for tests and for two pools in one process.
 
-Knows messages as lists of tensors. ``lose_block`` and its siblings know their form (``frames.py``) so that a fault can
-name one block of one layer.
+Knows messages as lists of tensors. Its faults are those of the lanes of any transport (``faulty_lanes.py``).
 """
 
 from __future__ import annotations
@@ -10,35 +9,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 
-from longcat_pd.kv_transfer.frames import HEADER_INTS, Header, decode_header, encode_header
 from longcat_pd.kv_transfer.transport import LaneClosed, LaneEnd, LaneTimeout
 
 Message = tuple[torch.Tensor, ...]
-Tamper = Callable[[Message], list[Message]]
-
-
-def _untouched(message: Message) -> list[Message]:
-    return [message]
-
-
-@dataclass
-class LoopbackFaults:
-    """What the wire does wrong. May be changed while lanes run.
-
-    ``delay_s``: before each message. ``flowing``: cleared, no message passes. ``tamper``: what is delivered in place of a
-    message.
-    """
-
-    delay_s: float = 0.0
-    tamper: Tamper = _untouched
-    flowing: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        self.flowing.set()
 
 
 class _Wire:
@@ -62,9 +39,8 @@ class _Wire:
 class LoopbackLane:
     """One end; see ``transport.Lane``."""
 
-    def __init__(self, wire: _Wire, faults: LoopbackFaults) -> None:
+    def __init__(self, wire: _Wire) -> None:
         self._wire = wire
-        self._faults = faults
         self._posted: list[Message] = []
 
     def send(self, message: Sequence[torch.Tensor]) -> None:
@@ -75,21 +51,14 @@ class LoopbackLane:
         self._posted.append(tuple(message))
 
     def drain(self, timeout_s: float) -> None:
-        """Deliver what was posted, with the faults of the wire, and wait until it was taken."""
+        """Deliver what was posted, and wait until it was taken."""
         end = time.monotonic() + timeout_s
         posted, self._posted = self._posted, []
-        for message in posted:
-            if self._faults.delay_s and self._closes_within(self._faults.delay_s):
-                raise LaneClosed("lane closed")
-            if not self._faults.flowing.wait(end - time.monotonic()):
-                self.close()
-                raise LaneTimeout(f"nothing moved for {timeout_s} s")
-            with self._wire.changed:
-                if self._wire.is_closed:
-                    raise LaneClosed("lane closed")
-                self._wire.tensors.extend(t.clone() for m in self._faults.tamper(message) for t in m)
-                self._wire.changed.notify_all()
         with self._wire.changed:
+            if self._wire.is_closed:
+                raise LaneClosed("lane closed")
+            self._wire.tensors.extend(tensor.clone() for message in posted for tensor in message)
+            self._wire.changed.notify_all()
             self._wire.wait_for(lambda: not self._wire.tensors, end - time.monotonic())
 
     def receive_into(self, tensor: torch.Tensor, timeout_s: float | None) -> None:
@@ -107,10 +76,6 @@ class LoopbackLane:
             self._wire.tensors.clear()
             self._wire.changed.notify_all()
 
-    def _closes_within(self, seconds: float) -> bool:
-        with self._wire.changed:
-            return self._wire.changed.wait_for(lambda: self._wire.is_closed, seconds)
-
 
 @dataclass(frozen=True, slots=True)
 class LoopbackCall:
@@ -125,10 +90,9 @@ class LoopbackCall:
 
 
 class LoopbackNetwork:
-    """The place where callers find listeners, and the faults of all wires."""
+    """The place where callers find listeners."""
 
-    def __init__(self, faults: LoopbackFaults | None = None) -> None:
-        self.faults = faults or LoopbackFaults()
+    def __init__(self) -> None:
         self._listeners: dict[LaneEnd, LoopbackListener] = {}
         self._lanes: list[LoopbackLane] = []
 
@@ -146,9 +110,9 @@ class LoopbackNetwork:
         if listener is None:
             raise LaneClosed(f"nobody listens at {target}")
         wire = _Wire()
-        lane = LoopbackLane(wire, self.faults)
+        lane = LoopbackLane(wire)
         self._lanes.append(lane)
-        listener.offer(LoopbackCall(source, LoopbackLane(wire, self.faults)))
+        listener.offer(LoopbackCall(source, LoopbackLane(wire)))
         return lane
 
     def lose_peers(self) -> None:
@@ -198,58 +162,3 @@ class LoopbackListener:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-
-
-def _first_item(message: Message, layer: int) -> tuple[Header, list[torch.Tensor], torch.Tensor] | None:
-    """Header, table rows and payload of a data message of ``layer``."""
-    if message[0].numel() != HEADER_INTS or len(message) != 2:
-        return None
-    header = decode_header(message[0])
-    if header.is_end or header.layer != layer:
-        return None
-    table = message[1][: header.num_items * 24].view(torch.int64).view(-1, 3)
-    return header, list(table), message[1][header.num_items * 24 :]
-
-
-def _rebuilt(header: Header, rows: list[torch.Tensor], payload: torch.Tensor) -> Message:
-    body = torch.cat([torch.cat(rows).view(torch.uint8) if rows else payload[:0], payload])
-    return encode_header(replace(header, num_items=len(rows), body_bytes=len(body))), body
-
-
-class BlockFault:
-    """A ``tamper`` that meets the first data message of one layer, once.
-
-    Args:
-        kind: ``lose`` its first item, ``repeat`` the message, ``alter`` one bit of its last byte, or ``reorder``: let
-            the next message overtake it.
-        layer: the layer.
-        item_bytes: bytes of a block of the first entry; for ``lose``.
-    """
-
-    def __init__(self, kind: str, layer: int, item_bytes: int = 0) -> None:
-        self._kind = kind
-        self._layer = layer
-        self._item_bytes = item_bytes
-        self._is_done = False
-        self._held: Message | None = None
-
-    def __call__(self, message: Message) -> list[Message]:
-        """What is delivered in place of ``message``."""
-        if self._held is not None:
-            held, self._held = self._held, None
-            return [message, held]
-        found = None if self._is_done else _first_item(message, self._layer)
-        if found is None:
-            return [message]
-        self._is_done = True
-        header, rows, payload = found
-        if self._kind == "lose":
-            return [_rebuilt(header, rows[1:], payload[self._item_bytes :])]
-        if self._kind == "alter":
-            altered = payload.clone()
-            altered[-1] ^= 1
-            return [_rebuilt(header, rows, altered)]
-        if self._kind == "reorder":
-            self._held = message
-            return []
-        return [message, message]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -153,6 +154,10 @@ class PushLanes:
             late = [transfer for transfer in self._transfers.values() if transfer.is_retired]
             cp_rank = self.me.rank % self._shape.cp_size
             return LaneCounts(unsent=unsent, quarantined=frozenset(b for t in late for b in t.sent_from(cp_rank)))
+
+    def open_through(self, wrap: Callable[[Caller], Caller]) -> None:
+        """See ``PushSide``."""
+        self.caller = wrap(self.caller)
 
     def close(self) -> None:
         """End all lanes; what is open is given up."""

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 from longcat_pd.config.schema import TransferConfig
 from longcat_pd.kv_transfer.messages import Arrival, Push, TransferClosed
+from longcat_pd.kv_transfer.transport import Caller
 
 Report = Callable[[TransferClosed], None]
 DigestMode = Literal["off", "sample", "all"]
@@ -72,6 +73,10 @@ class PushSide(Protocol):
 
     def counts(self) -> LaneCounts:
         """For the accounts."""
+        ...
+
+    def open_through(self, wrap: Callable[[Caller], Caller]) -> None:
+        """Lanes are opened by what ``wrap`` makes of who opens them. Before the first one."""
         ...
 
     def close(self) -> None:

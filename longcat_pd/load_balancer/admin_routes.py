@@ -9,12 +9,13 @@ from fastapi import Request, Response
 from longcat_pd import log
 from longcat_pd.errors import InvalidRequest
 from longcat_pd.load_balancer.face import Face
+from longcat_pd.load_balancer.fault_routes import fault_routes
 from longcat_pd.server.admin import named_instance
 from longcat_pd.server.errors import json_response
 
 
 def admin_routes(face: Face) -> dict[str, Callable[[Request], Awaitable[Response]]]:
-    """The operator's POST routes by path; there are keys for them."""
+    """The operator's POST routes by path, where there are keys for them, and that of faults where there is one."""
 
     async def switch(request: Request, *, draining: bool) -> Response:
         face.check_admin(request)
@@ -38,4 +39,7 @@ def admin_routes(face: Face) -> dict[str, Callable[[Request], Awaitable[Response
     async def undrain(request: Request) -> Response:
         return await switch(request, draining=False)
 
-    return {"/admin/drain": drain, "/admin/undrain": undrain}
+    routes = fault_routes(face) if face.has_faults else {}
+    if face.keys.admin is not None:
+        routes |= {"/admin/drain": drain, "/admin/undrain": undrain}
+    return routes

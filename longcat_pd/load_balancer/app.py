@@ -27,9 +27,7 @@ def create_app(face: Face) -> FastAPI:
     """The balancer as an ASGI app. Polling the instances and ending in order is ``__main__``'s."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     gets: dict[str, Endpoint] = {**_open_routes(face), **_client_gets(face)}
-    posts: dict[str, Endpoint] = _client_posts(face)
-    if face.keys.admin is not None:
-        posts |= admin_routes(face)
+    posts: dict[str, Endpoint] = {**_client_posts(face), **admin_routes(face)}
     for method, routes in (("GET", gets), ("POST", posts)):
         for path, endpoint in routes.items():
             app.add_route(path, endpoint, methods=[method])  # GET answers HEAD as well

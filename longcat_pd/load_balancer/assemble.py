@@ -55,4 +55,4 @@ def build(cluster: ClusterConfig) -> Face:
     )
     metrics.build_info(version=served.version, model_digest="", wire_version="")
     means = Means(pool=pool, workers=workers, clock=clock, metrics=metrics)
-    return Face.of(means, settings, keys=Keys.load(settings), served=served)
+    return Face.of(means, settings, keys=Keys.load(settings), served=served, has_faults=cluster.faults)

@@ -46,9 +46,10 @@ class Face:
     proxy: Proxy
     overview: Overview
     probe: Probe
+    has_faults: bool = False  # its instances can be told to fail
 
     @classmethod
-    def of(cls, means: Means, config: LoadBalancerConfig, *, keys: Keys, served: Served) -> Face:
+    def of(cls, means: Means, config: LoadBalancerConfig, *, keys: Keys, served: Served, has_faults: bool = False) -> Face:
         """Put the parts together."""
         gate, proxy = Gate(config.max_inflight), Proxy(means, config)
         return cls(
@@ -60,6 +61,7 @@ class Face:
             proxy=proxy,
             overview=Overview(means, gate, served),
             probe=Probe(means, proxy),
+            has_faults=has_faults,
         )
 
     def check_client(self, request: HTTPConnection) -> None:
@@ -71,6 +73,12 @@ class Face:
         """Raise AuthenticationFailed unless the request may use the admin routes, which there are only with such keys."""
         assert self.keys.admin is not None
         self.keys.admin.check(request)
+
+    def check_faults(self, request: HTTPConnection) -> None:
+        """Raise AuthenticationFailed unless the request may make instances fail: as the operator, or as a client."""
+        keys = self.keys.admin or self.keys.client
+        if keys is not None:
+            keys.check(request)
 
 
 def first_key(path: str) -> str:

@@ -99,6 +99,11 @@ class AxisGroup:
         if self._collectives is not None:
             self._collectives.leave()
 
+    def through(self, wrap: Callable[[Collectives, int], Collectives]) -> None:
+        """From now on through what ``wrap`` makes of the collectives and the size, where there is anybody to talk to."""
+        if self._collectives is not None:
+            self._collectives = wrap(self._collectives, self.size)
+
     def warm_up(self) -> None:
         """Builds what the first collective would build. All ranks of the axis call it; it is not counted as traffic."""
         if self._collectives is not None:

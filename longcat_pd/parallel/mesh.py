@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from longcat_pd.config.schema import ParallelConfig, RankSpec
 from longcat_pd.errors import RankLost
-from longcat_pd.parallel.collectives import AxisGroup
+from longcat_pd.parallel.collectives import AxisGroup, Collectives
 from longcat_pd.parallel.communicators import APART, SILENT, Communicator, communicator
 from longcat_pd.parallel.layout import AxisName, CacheShard, ParallelLayout
 from longcat_pd.parallel.line import Line
@@ -84,6 +85,11 @@ class Mesh:
                 place = self.layout.coordinate(self.rank, name)
                 self.axis(owner).communicator = self.platform.runtime.communicator(self._groups[name], place)
         self.platform.runtime.synchronise()
+
+    def through(self, wrap: Callable[[Collectives, int], Collectives]) -> None:
+        """See ``AxisGroup.through``; on every axis."""
+        for axis in self._axes.values():
+            axis.through(wrap)
 
     @property
     def cache_shard(self) -> CacheShard:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from longcat_pd.config.keys import admission
 from longcat_pd.config.schema import PeerAddress
+from longcat_pd.kv_transfer.faulty_control import exposed
 from longcat_pd.kv_transfer.hello import CONTROL_PORT_OFFSET
 from longcat_pd.kv_transfer.offering import Offering, OfferLimits
 from longcat_pd.prefill_worker.service import PrefillService
@@ -30,6 +31,7 @@ def build(parts: Parts) -> tuple[PrefillService, Offering]:
     grant_s = spec.transfer.pairing_timeout_s + spec.engine.queue_timeout_s + GRANT_MARGIN_S
     identity = f"{spec.name}.{parts.hello.incarnation}".encode()
     place = admission(spec.cluster_key_file)
+    switches = parts.faults.switches if parts.faults is not None else None
 
     def connect(peer: PeerAddress) -> AsyncSocket:
         endpoint = tcp(peer.host, peer.http_port + CONTROL_PORT_OFFSET)
@@ -38,7 +40,7 @@ def build(parts: Parts) -> tuple[PrefillService, Offering]:
     offering = Offering(
         parts.hello,
         spec.peers,
-        connect=connect,
+        connect=lambda peer: exposed(connect(peer), switches),
         limits=OfferLimits(grant_s=grant_s, ack_s=spec.transfer.timeout_s),
         clock=parts.clock,
         metrics=transfers,

@@ -41,7 +41,13 @@ def worker_front(balancer: LoadBalancerConfig, cluster_key_file: str | None) -> 
 
 
 def create_app(
-    service: Service, text: TextProcessor, metrics: Metrics, *, gate: Gate, front: LoadBalancerConfig
+    service: Service,
+    text: TextProcessor,
+    metrics: Metrics,
+    *,
+    gate: Gate,
+    front: LoadBalancerConfig,
+    faults: Routes | None = None,
 ) -> FastAPI:
     """The face of an instance as an ASGI app; starting and ending the instance is the caller's.
 
@@ -51,6 +57,7 @@ def create_app(
         metrics: of this process.
         gate: ``Gate(front.max_inflight)``; the caller drains and cuts it at the end of the process.
         front: limits and key files; of a worker ``worker_front``. A key file without a key is a ConfigError.
+        faults: POST routes by which the instance is told to fail; guarded by the operator's key, or by none without one.
     """
     face = checked_face(service, text, gate=gate, metrics=metrics.requests)
     about = about_table(
@@ -73,9 +80,10 @@ def create_app(
         (gets, "GET", client_keys),
         (posts, "POST", client_keys),
         (admin, "POST", admin_keys),
+        (faults or {}, "POST", admin_keys),
     ):
         _add(app, routes, method, keys)
-    dress(app, metrics.http, paths=(*opens, *gets, *posts, *admin), is_worker=service.role != "standalone")
+    dress(app, metrics.http, paths=(*opens, *gets, *posts, *admin, *(faults or {})), is_worker=service.role != "standalone")
     return app
 
 

@@ -13,14 +13,17 @@ from longcat_pd.engine.driver import Engine
 from longcat_pd.engine.executor import Executor, ProcessExecutor, rank_specs
 from longcat_pd.kv_transfer.messages import Hello
 from longcat_pd.metrics import Metrics
+from longcat_pd.server.fault_board import FaultBoard
 from longcat_pd.server.identity import own_hello
 from longcat_pd.server.instance_ranks import processes_of
-from longcat_pd.wire import WIRE_VERSION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What a role builds its service from. ``told_to_end``: by one of its machines, so that the instance drains."""
+    """What a role builds its service from. ``told_to_end``: by one of its machines, so that the instance drains.
+
+    ``faults``: where the instance can be told to fail.
+    """
 
     spec: InstanceSpec
     hello: Hello
@@ -28,6 +31,7 @@ class Parts:
     clock: Clock
     metrics: Metrics
     told_to_end: asyncio.Event
+    faults: FaultBoard | None = None
 
 
 def make_parts(
@@ -40,11 +44,11 @@ def make_parts(
     model = ModelConfig.load(spec.model.path)
     hello = own_hello(spec, model)
     metrics = Metrics(role=spec.role, instance=spec.name)
-    metrics.build_info(version=hello.code_version, model_digest=hello.model_digest, wire_version=str(WIRE_VERSION))
+    metrics.build_info(version=hello.code_version, model_digest=hello.model_digest, wire_version=str(hello.wire_version))
     ranks = rank_specs(spec, hello.incarnation)
     told_to_end = asyncio.Event()
     processes = processes_of(ranks, rank_entry, hello=hello, on_end=told_to_end.set, clock=clock)
-    executor: Executor = ProcessExecutor(ranks, processes, config=spec.engine, clock=clock)
+    executor = ProcessExecutor(ranks, processes, config=spec.engine, clock=clock)
     engine = Engine(
         spec.engine,
         spec.parallel,
@@ -53,4 +57,12 @@ def make_parts(
         clock=clock,
         metrics=metrics,
     )
-    return Parts(spec=spec, hello=hello, engine=engine, clock=clock, metrics=metrics, told_to_end=told_to_end)
+    return Parts(
+        spec=spec,
+        hello=hello,
+        engine=engine,
+        clock=clock,
+        metrics=metrics,
+        told_to_end=told_to_end,
+        faults=FaultBoard(spec, executor.order) if spec.faults else None,
+    )

@@ -25,7 +25,8 @@ async def serve(role: WorkerRole, spec: InstanceSpec, front: LoadBalancerConfig,
         service, control = role.build(parts)
     except OSError as error:
         raise ConfigError(f"{spec.role} {spec.name}: cannot listen for peers: {error}") from error
-    app = create_app(service, app_text, parts.metrics, gate=gate, front=front)
+    faults = parts.faults.routes() if parts.faults is not None else {}
+    app = create_app(service, app_text, parts.metrics, gate=gate, front=front, faults=faults)
     log.logger().info("listening", host=spec.host, port=spec.http_port)
     return await serve_app(
         app,

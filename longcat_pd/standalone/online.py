@@ -21,5 +21,6 @@ async def serve(spec: InstanceSpec, front: LoadBalancerConfig, listener: socket.
     clock, gate = MonotonicClock(), Gate(front.max_inflight)
     parts = make_parts(spec, RANK_ENTRY, clock)
     service = StandaloneService(spec, parts.engine, hello=parts.hello, clock=clock)
-    app = create_app(service, TextProcessor.load(spec.model.path), parts.metrics, gate=gate, front=front)
+    text, faults = TextProcessor.load(spec.model.path), parts.faults.routes() if parts.faults is not None else {}
+    app = create_app(service, text, parts.metrics, gate=gate, front=front, faults=faults)
     return await serve_app(app, listener, service, gate=gate, drain_timeout_s=spec.engine.drain_timeout_s, clock=clock)

@@ -1,58 +1,60 @@
 """What arrives is not what was sent: never text from an incomplete cache. Failures of kind 26, between real processes.
 
-The first request of each cluster meets the fault in one rank of the prefill pool; the next one does not.
+Each request meets one fault of one message of the second layer; the next one meets none.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from longcat_pd.config import resolve
+from tests.fault.switched import PROMPT, Switched, switched
 from tests.parity.conftest import MakeCheckpoint
-from tests.topology import CHUNK, Topology, cluster_file, pools
 
-PROMPT = list(range(100, 100 + CHUNK + 20))
-
-
-async def first_answer(topology: Topology) -> tuple[int, str]:
-    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
-    answer = await topology.client.post("/v1/completions", json=body)
-    if answer.status_code == 200:
-        return 200, str(answer.json()["choices"][0]["token_ids"])
-    return answer.status_code, str(answer.json()["error"]["code"])
+FOUND, UNHARMED = (502, "transfer_failed"), None  # what the client gets: an error, or the right tokens
 
 
-@pytest.mark.parametrize(
-    "fault, digest, retry, is_found",
-    [
-        ("altered", "all", 0, True),
-        ("altered", "all", 1, True),
-        ("lost", "off", 0, True),
-        ("repeated", "off", 0, True),
-        ("late", "off", 0, False),
-    ],
-)
-async def test_a_message_between_the_pools(
-    tiny: MakeCheckpoint, tmp_path: Path, fault: str, digest: str, retry: int, is_found: bool
-) -> None:
-    path = cluster_file(
-        tmp_path,
-        tiny("2.0"),
-        decode={"kvp_size": 2, "attn_tp_size": 2},
-        transfer={"digest": digest},
-        load_balancer_settings={"retry": retry},
-    )
-    entries = {"prefill": f"tests.fault.faulty_lanes:{fault}"}
-    async with pools(resolve.load(path, ["model.dtype=float32"]), entries=entries) as topology:
-        status, said = await first_answer(topology)
-        right = (await topology.complete(PROMPT))["token_ids"]
-        if is_found and not retry:
-            assert (status, said) == (502, "transfer_failed")
-        else:
-            assert (status, said) == (200, str(right))
-        failed = 'leg_failures_total{cause="self",instance="load_balancer",leg="decode"'
-        metrics = (await topology.client.get("/metrics")).text
-        assert (failed in metrics) == is_found, "the side that found it says so"
-        await topology.idle_within()
+async def after_a_fault(topology: Switched, name: str, **parameters: Any) -> bool:
+    """Whether the decode side found it; the client was answered as it must be, and so is the next."""
+    right = await topology.outcome()
+    before = await found(topology)
+    await topology.set_fault("p0", name, **parameters)
+    outcome = await topology.outcome()
+    is_found = await found(topology) > before
+    await topology.clear("p0")
+    if is_found and not topology.retries:
+        assert outcome == FOUND
+    else:
+        assert outcome == right
+    assert await topology.outcome() == right
+    await topology.idle_within()
+    return is_found
+
+
+async def found(topology: Switched) -> float:
+    """Legs of the decode side that failed by what it saw itself."""
+    return await topology.metric('leg_failures_total{cause="self",instance="load_balancer",leg="decode"')
+
+
+async def test_a_message_between_the_pools(tiny: MakeCheckpoint, tmp_path: Path) -> None:
+    parallel = {"kvp_size": 2, "attn_tp_size": 2}
+    async with switched(tiny, tmp_path, decode=parallel, transfer={"digest": "all"}) as topology:
+        assert len(PROMPT) > 64, "a prompt of two chunks"
+        assert await after_a_fault(topology, "lane_alter", layer=1)
+        assert await after_a_fault(topology, "lane_lose", layer=1)
+        assert await after_a_fault(topology, "lane_repeat", layer=1)
+        assert not await after_a_fault(topology, "lane_reorder", layer=1)
+        assert not await after_a_fault(topology, "lane_slow", seconds=1.0), "the commit is there before it"
+        await topology.set_fault(
+            "p0", "lane_cut", after=4
+        )  # not the first of a transfer on its lane, which would be sent on another
+        assert await topology.outcome() == FOUND
+
+
+@pytest.mark.parametrize("name, digest", [("lane_lose", "off"), pytest.param("lane_alter", "all", marks=pytest.mark.slow)])
+async def test_what_is_found_is_tried_again(tiny: MakeCheckpoint, tmp_path: Path, name: str, digest: str) -> None:
+    settings = {"retry": 1}
+    async with switched(tiny, tmp_path, transfer={"digest": digest}, load_balancer_settings=settings) as topology:
+        assert await after_a_fault(topology, name, layer=1)

@@ -12,7 +12,9 @@ from longcat_pd.config.schema import InstanceSpec, ModelSection, ParallelConfig,
 from longcat_pd.decode_worker.service import DecodeService
 from longcat_pd.engine.driver import Engine
 from longcat_pd.engine.request import Request, SamplingParams, TransferRef
+from longcat_pd.faults import Switches
 from longcat_pd.kv_transfer.control import CONTROL
+from longcat_pd.kv_transfer.faulty_control import FaultySocket
 from longcat_pd.kv_transfer.messages import ControlMessage, Hello
 from longcat_pd.kv_transfer.offering import Offering, OfferLimits
 from longcat_pd.kv_transfer.offers import Offers, PairLimits
@@ -35,19 +37,18 @@ def hello(name: str, role: Role, **changes: Any) -> Hello:
 
 @dataclass(eq=False)
 class Pipe:
-    """One socket. ``lost``: record classes that this socket loses on their way out."""
+    """One socket."""
 
     inbox: asyncio.Queue[list[bytes]] = field(default_factory=asyncio.Queue)
     identity: bytes = b""
     router: Pipe | None = None
     dealers: dict[bytes, Pipe] = field(default_factory=dict)
     sent: list[ControlMessage] = field(default_factory=list)
-    lost: set[type] = field(default_factory=set)
     is_cut: bool = False
 
     def send(self, frames: list[bytes]) -> None:
         record = CONTROL.decode(frames[-2:])
-        if self.is_cut or type(record) in self.lost:
+        if self.is_cut:
             return
         self.sent.append(record)
         if self.router is not None:
@@ -71,13 +72,14 @@ OFFER_LIMITS = OfferLimits(grant_s=71.0, ack_s=60.0)
 
 
 class Pair:
-    """P and D: engines on pencils, services, links. ``auto`` is the pencils'."""
+    """P and D: engines on pencils, services, links. ``auto`` is the pencils'. ``switches``: of each driver's faults."""
 
     def __init__(
         self, *, auto: bool = True, prefill: Hello | None = None, decode: Hello | None = None, **engine: Any
     ) -> None:
         self.clock = ManualClock()
         self.router = Pipe()
+        self.switches = {"p": Switches(), "d": Switches()}
         self.p_hello = prefill or hello("p0", "prefill")
         self.d_hello = decode or hello("d0", "decode")
         self.p_metrics, self.d_metrics = Metrics(role="prefill", instance="p0"), Metrics(role="decode", instance="d0")
@@ -86,7 +88,12 @@ class Pair:
         self.p_engine = self._engine(self.p_pencil, self.p_metrics)
         self.d_engine = self._engine(self.d_pencil, self.d_metrics)
         self.offers = Offers(
-            self.d_hello, ["p0"], socket=self.router, limits=LIMITS, clock=self.clock, metrics=self.d_metrics.transfers
+            self.d_hello,
+            ["p0"],
+            socket=FaultySocket(self.router, self.switches["d"]),
+            limits=LIMITS,
+            clock=self.clock,
+            metrics=self.d_metrics.transfers,
         )
         self.decode = DecodeService(
             self._spec("d0", "decode"), self.d_hello, engine=self.d_engine, offers=self.offers, now=self.clock.now,
@@ -102,7 +109,7 @@ class Pair:
         self.offering = Offering(
             p_hello,
             [PeerAddress(name="d0", role="decode", host="h", http_port=1)],
-            connect=lambda _peer: self.dealer,
+            connect=lambda _peer: FaultySocket(self.dealer, self.switches["p"]),
             limits=OFFER_LIMITS,
             clock=self.clock,
             metrics=self.p_metrics.transfers,

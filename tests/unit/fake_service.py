@@ -18,6 +18,7 @@ from longcat_pd.config.schema import EngineConfig, LoadBalancerConfig, ModelSect
 from longcat_pd.engine.request import Delta, FinishReason, Request, SamplingParams, TokenOutput, TransferRef
 from longcat_pd.kv_transfer.messages import Hello
 from longcat_pd.metrics import Metrics
+from longcat_pd.server.about_routes import Routes
 from longcat_pd.server.app import create_app
 from longcat_pd.server.gate import Gate
 from longcat_pd.server.service import Readiness
@@ -157,7 +158,14 @@ class FakeService:
         return asyncio.get_running_loop().time() if self.time is None else self.time
 
 
-def make_app(service: FakeService, *, gate: Gate | None = None, metrics: Metrics | None = None, **front: Any) -> FastAPI:
+def make_app(
+    service: FakeService,
+    *,
+    gate: Gate | None = None,
+    metrics: Metrics | None = None,
+    faults: Routes | None = None,
+    **front: Any,
+) -> FastAPI:
     """The face of a fake instance. The log is kept off the terminal, whose traces are slow to draw."""
     log.set_up(stream=io.StringIO())
     settings = LoadBalancerConfig(**front)
@@ -167,6 +175,7 @@ def make_app(service: FakeService, *, gate: Gate | None = None, metrics: Metrics
         metrics or Metrics(role=service.role, instance=service.name),
         gate=gate or Gate(settings.max_inflight),
         front=settings,
+        faults=faults,
     )
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from longcat_pd.config.schema import TransferConfig
-from longcat_pd.kv_transfer.frames import HEADER_INTS, block_digest, decode_header
-from longcat_pd.kv_transfer.loopback import BlockFault, LoopbackCaller, Message
+from longcat_pd.faults import Fault
+from longcat_pd.kv_transfer.frames import Header, block_digest
+from longcat_pd.kv_transfer.loopback import LoopbackCaller
 from longcat_pd.kv_transfer.push import _PushLane
 from longcat_pd.kv_transfer.sides import LaneCounts, LaneOptions
 from longcat_pd.kv_transfer.transport import LaneEnd
@@ -23,7 +24,7 @@ def rigs() -> Iterator[list[Rig]]:
     made: list[Rig] = []
     yield made
     for rig in made:
-        rig.network.faults.flowing.set()
+        rig.switches.clear()
         rig.close()
 
 
@@ -108,15 +109,12 @@ def test_a_layer_leaves_before_the_next_is_pushed(rigs: list[Rig]) -> None:
     left: list[int] = []
     has_left = threading.Event()
 
-    def watch(message: Message) -> list[Message]:
-        assert message[0].numel() == HEADER_INTS
-        header = decode_header(message[0])
+    def watch(header: Header) -> None:
         if not header.is_end:
             left.append(header.layer)
         has_left.set()
-        return [message]
 
-    rig.network.faults.tamper = watch
+    rig.on_message = watch
     handover = Handover(rig, "t", 8 * BLOCK)
     handover.announce()
     handover.begin()
@@ -137,7 +135,7 @@ def test_a_layer_leaves_before_the_next_is_pushed(rigs: list[Rig]) -> None:
 def test_a_fault_of_one_block(rigs: list[Rig], kind: str, digest: str) -> None:
     rig = Rig(stages=(3,), options=LaneOptions(digest=digest, timeout_s=5.0))  # type: ignore[arg-type]
     rigs.append(rig)
-    rig.network.faults.tamper = BlockFault(kind, 1, item_bytes=BLOCK * 6 * 4)
+    rig.switches.set(Fault(name=f"lane_{kind}", layer=1))
     handover = Handover(rig, "t", 3 * BLOCK)
     handover.announce()
     handover.begin()
@@ -156,7 +154,7 @@ def test_a_fault_of_one_block(rigs: list[Rig], kind: str, digest: str) -> None:
 def test_a_flipped_bit_behind_the_prompt_is_no_fault(rigs: list[Rig]) -> None:
     rig = Rig(stages=(1,), options=LaneOptions(digest="all", timeout_s=5.0))
     rigs.append(rig)
-    rig.network.faults.tamper = BlockFault("alter", 0)  # last byte: last row of the last block
+    rig.switches.set(Fault(name="lane_alter"))  # last byte: last row of the last block
     handover = Handover(rig, "t", 2 * BLOCK + 1)
     handover.announce()
     handover.begin()
@@ -167,7 +165,7 @@ def test_a_flipped_bit_behind_the_prompt_is_no_fault(rigs: list[Rig]) -> None:
 def test_reordered_messages_are_still_complete(rigs: list[Rig]) -> None:
     rig = Rig(stages=(3,))
     rigs.append(rig)
-    rig.network.faults.tamper = BlockFault("reorder", 0)
+    rig.switches.set(Fault(name="lane_reorder"))
     handover = Handover(rig, "t", 3 * BLOCK)
     handover.announce()
     handover.begin()
@@ -179,7 +177,7 @@ def test_reordered_messages_are_still_complete(rigs: list[Rig]) -> None:
 def test_an_end_that_overtakes_its_blocks_is_a_loss(rigs: list[Rig]) -> None:
     rig = Rig(stages=(1,))
     rigs.append(rig)
-    rig.network.faults.tamper = BlockFault("reorder", 0)  # the only data message and the end change places
+    rig.switches.set(Fault(name="lane_reorder"))  # the only data message and the end change places
     handover = Handover(rig, "t", BLOCK)
     handover.announce()
     handover.begin()
@@ -192,7 +190,7 @@ def test_an_end_that_overtakes_its_blocks_is_a_loss(rigs: list[Rig]) -> None:
 def test_late_bytes_never_reach_the_next_owner(rigs: list[Rig]) -> None:
     rig = Rig(stages=(2,))
     rigs.append(rig)
-    rig.network.faults.flowing.clear()
+    rig.switches.set(Fault(name="lane_stall"))
     late = Handover(rig, "late", 3 * BLOCK)
     late.announce()
     late.begin()
@@ -204,7 +202,7 @@ def test_late_bytes_never_reach_the_next_owner(rigs: list[Rig]) -> None:
     cache = rig.target_caches[0]
     for entry in cache.spec.entries:  # the blocks are another request's now, which writes them
         cache.tensor(entry.name).fill_(7.0)
-    rig.network.faults.flowing.set()
+    rig.switches.clear()
     assert rig.pushed.wait(1)[0].ok  # the bytes have passed the wire
     for entry in cache.spec.entries:
         assert torch.equal(cache.tensor(entry.name), torch.full_like(cache.tensor(entry.name), 7.0)), entry.name
@@ -430,10 +428,10 @@ def test_a_stopped_peer_ends_after_the_time_limit(rigs: list[Rig]) -> None:
     handover = Handover(rig, "t", BLOCK)
     handover.announce()
     handover.begin()
-    rig.network.faults.flowing.clear()
+    rig.switches.set(Fault(name="lane_stall"))
     handover.compute()
     assert rig.pushed.wait(1)[0].reason.startswith("timed_out")
-    rig.network.faults.flowing.set()
+    rig.switches.clear()
     for lanes in rig.arrival:
         lanes.drop("t")
     following = Handover(rig, "u", BLOCK)
@@ -452,11 +450,10 @@ def test_a_lost_peer_is_noticed_by_both_and_the_next_transfer_gets_new_lanes(rig
     handover.begin()
     under_way = threading.Semaphore(0)
 
-    def watch(message: Message) -> list[Message]:
+    def watch(_header: Header) -> None:
         under_way.release()
-        return [message]
 
-    rig.network.faults.tamper = watch
+    rig.on_message = watch
     for lanes in rig.push:
         lanes.push_layer("t", 0, 0, 4, is_last_chunk=False)
     assert all(under_way.acquire(timeout=5.0) for _ in rig.push)

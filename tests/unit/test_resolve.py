@@ -255,6 +255,11 @@ def test_all_findings_come_at_once_each_with_its_key(cluster: Path) -> None:
         (["device=tpu"], "device=tpu: must be one of cpu, cuda, npu"),
         (["device=cuda"], "device=cuda: is not supported yet; one of cpu, npu"),
         (["device=cuda", "decode.engine.num_blocks=200"], "device=cuda: is not supported yet; one of cpu"),
+        (["faults=true", "load_balancer.host=0.0.0.0"], "faults=true: needs a load_balancer.admin_key_file, for load_bal"),
+        (
+            ["faults=true", "decode.instances.1.nodes=[10.0.0.7]"],
+            "faults=true: needs a cluster_key_file, for decode.instances[1].nodes=['10.0.0.7'] is not loopback alone",
+        ),
         (["decode"], "--set decode: must be key.path=value"),
         (["decode.engine.num_blocks=[1"], "--set decode.engine.num_blocks=[1: the value is not YAML"),
     ],
@@ -263,6 +268,11 @@ def test_what_cannot_work_is_refused_once_and_for_the_right_reason(cluster: Path
     lines = refusal(cluster, *overrides)
     assert lines[0].startswith(start), lines
     assert len(lines) == 1, lines
+
+
+def test_faults_are_for_cpu_alone(cluster: Path) -> None:
+    found = refusal(cluster, "faults=true", "device=npu")
+    assert any(line.startswith("faults=true: only for device cpu, not npu: the others of a rank that") for line in found)
 
 
 def test_a_pool_that_is_spelled_wrong_does_not_produce_echoes(cluster: Path) -> None:

@@ -1,17 +1,21 @@
-"""Two small pools in one process: caches with distinct contents, lanes over a loopback, reports in lists."""
+"""Two small pools in one process: caches with distinct contents, lanes over a loopback that can fail, reports in lists."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from longcat_pd.faults import Switches
 from longcat_pd.kv_cache.layout import BlockSplit
 from longcat_pd.kv_cache.spec import CacheEntry, CacheSpec
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.kv_transfer.arrival import ArrivalLanes
-from longcat_pd.kv_transfer.loopback import LoopbackNetwork
+from longcat_pd.kv_transfer.faulty_lanes import FaultyCaller
+from longcat_pd.kv_transfer.frames import Header, decode_header
+from longcat_pd.kv_transfer.loopback import LoopbackCaller, LoopbackLane, LoopbackNetwork
 from longcat_pd.kv_transfer.messages import Arrival, Push, TransferClosed
 from longcat_pd.kv_transfer.plan import TransferPlan
 from longcat_pd.kv_transfer.push import PrefillShape, PushLanes
@@ -52,6 +56,40 @@ class Reports:
 
 
 @dataclass
+class WatchedCaller:
+    """Tells the rig of each message that leaves."""
+
+    rig: Rig
+    inner: LoopbackCaller
+
+    def open(self, target: LaneEnd, address: tuple[str, int], timeout_s: float) -> WatchedLane:
+        return WatchedLane(self.rig, self.inner.open(target, address, timeout_s))
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@dataclass
+class WatchedLane:
+    rig: Rig
+    inner: LoopbackLane
+
+    def send(self, message: Sequence[torch.Tensor]) -> None:
+        if message[0].dtype == torch.int64:
+            self.rig.on_message(decode_header(message[0]))
+        self.inner.send(message)
+
+    def drain(self, timeout_s: float) -> None:
+        self.inner.drain(timeout_s)
+
+    def receive_into(self, tensor: torch.Tensor, timeout_s: float | None) -> None:
+        self.inner.receive_into(tensor, timeout_s)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@dataclass
 class Rig:
     """P (stages x cp) and D (groups x kvp)."""
 
@@ -62,6 +100,8 @@ class Rig:
     num_blocks: int = 64
     options: LaneOptions = field(default_factory=lambda: LaneOptions(timeout_s=5.0))
     network: LoopbackNetwork = field(default_factory=LoopbackNetwork)
+    switches: Switches = field(default_factory=Switches)
+    on_message: Callable[[Header], None] = lambda _header: None  # each that is about to leave
 
     def __post_init__(self) -> None:
         self.pushed, self.arrived = Reports(), Reports()
@@ -97,7 +137,7 @@ class Rig:
                     end,
                     shape,
                     cache=cache,
-                    caller=self.network.caller(end),
+                    caller=FaultyCaller(WatchedCaller(self, self.network.caller(end)), self.switches, cache),
                     options=self.options,
                     report=self.pushed,
                 )

@@ -1,0 +1,112 @@
+"""The command line of ``longcat-pd fault``: what it asks of whom, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from longcat_pd.fault import command
+from longcat_pd.faults import SWITCHES
+
+
+class Asked:
+    """Stands in for the network. ``answer``: status and body of each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, Any, dict[str, str]]] = []
+        self.answer: tuple[int, Any] | httpx.TransportError = (200, {"instance": "d0", "faults": []})
+        monkeypatch.setattr(httpx, "post", self._post)
+
+    def _post(self, url: str, *, json: Any, headers: dict[str, str], **options: Any) -> httpx.Response:
+        assert options["trust_env"] is False and options["timeout"] > 0
+        self.calls.append((url, json, headers))
+        if isinstance(self.answer, httpx.TransportError):
+            raise self.answer
+        return httpx.Response(self.answer[0], json=self.answer[1])
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    return Asked(monkeypatch)
+
+
+def test_a_switch_with_its_parameters_before_and_behind_it(asked: Asked, tmp_path: Path) -> None:
+    told = {"instance": "d0", "name": "slow_step", "seconds": 5.0, "rank": 1}
+    for arguments in (
+        "--url http://h:1 --instance d0 --rank 1 slow_step --seconds 5",
+        "slow_step --seconds 5 --instance d0 --rank 1 --url http://h:1",
+    ):
+        assert command.main(arguments.split()) == 0
+    assert asked.calls == [("http://h:1/admin/fault", told, {})] * 2
+    (tmp_path / "key").write_text("\nchief\n")
+    assert command.main(["--key-file", str(tmp_path / "key"), "clear"]) == 0
+    assert command.main(["clear", "lane_stall", "--instance", "p0"]) == 0
+    assert command.main(["list"]) == 0
+    url = "http://127.0.0.1:8081/admin/fault"
+    assert asked.calls[2:] == [
+        (url, {"clear": "all"}, {"authorization": "Bearer chief"}),
+        (url, {"instance": "p0", "clear": "lane_stall"}, {}),
+        (url, {}, {}),
+    ]
+
+
+def test_the_balancer_of_a_file(asked: Asked, tmp_path: Path) -> None:
+    pool = {"instances": [{"name": "p0", "http_port": 20000}]}
+    tree = {"model": {"path": "."}, "load_balancer": {"port": 20500}, "prefill": pool}
+    tree["decode"] = {"instances": [{"name": "d0", "http_port": 20100}]}
+    (tmp_path / "c.yaml").write_text(json.dumps(tree))
+    assert command.main(["list", "--config", str(tmp_path / "c.yaml")]) == 0
+    assert asked.calls[0][0] == "http://127.0.0.1:20500/admin/fault"
+
+
+def test_what_is_set_is_printed(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    d0 = {"instance": "d0", "faults": [{"name": "slow_step", "seconds": 5.0, "rank": 1}, {"name": "spin"}]}
+    asked.answer = (200, {"instances": {"p0": {"instance": "p0", "faults": []}, "d0": d0}})
+    assert command.main(["list"]) == 0
+    assert capsys.readouterr().out == "p0       -\nd0       slow_step seconds=5.0 rank=1\nd0       spin\n"
+
+
+def test_how_it_ends_when_it_does_not_work(asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked.answer = (404, {"error": {"code": "unknown_route"}})
+    assert command.main(["list"]) == 1
+    assert "its file says `faults: true`" in capsys.readouterr().err
+    asked.answer = httpx.ConnectError("refused")
+    assert command.main(["list"]) == 1
+    assert "http://127.0.0.1:8081 does not answer: refused" in capsys.readouterr().err
+    num_calls = len(asked.calls)
+    assert command.main(["spin"]) == 2
+    assert "--instance is needed" in capsys.readouterr().err
+    assert command.main(["list", "--key-file", str(tmp_path / "none")]) == 2
+    assert command.main(["list", "--config", str(tmp_path / "none.yaml")]) == 2
+    assert command.main(["relay", "--to", "nowhere"]) == 2
+    assert command.main(["relay", "--to", "192.0.2.1:80"]) == 2
+    for wrong in (["slow_step"], ["drop_record", "--record", "Hi"], ["spin", "--layer", "1"], ["explode"], []):
+        with pytest.raises(SystemExit) as ended:
+            command.main(wrong)
+        assert ended.value.code == 2
+    assert len(asked.calls) == num_calls
+
+
+def test_every_switch_has_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, switch in SWITCHES.items():
+        with pytest.raises(SystemExit):
+            command.main([name, "--help"])
+        said = capsys.readouterr().out
+        assert all(f"--{parameter}" in said for parameter in (*switch.needs, *switch.takes)) and switch.help in said
+
+
+def test_a_relay_says_where_it_listens_and_starts_without_torch() -> None:
+    code = "import sys, longcat_pd.cli; sys.exit(longcat_pd.cli.main(sys.argv[1:]) or 'torch' in sys.modules)"
+    arguments = [sys.executable, "-c", code, "fault", "relay", "--to", "127.0.0.1:9"]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as relay:
+        assert relay.stdout is not None
+        line = relay.stdout.readline()
+        relay.send_signal(2)
+        assert relay.wait(10.0) == 0
+    assert line.startswith("127.0.0.1:") and line.endswith(" to 127.0.0.1:9\n")
