@@ -309,17 +309,14 @@ def _check_faults(config: ClusterConfig, found: Findings) -> None:
     if config.device != "cpu":
         text = f"faults=true: only for device cpu, not {config.device}: the others of a rank that leaves a collective wait"
         found.cross(["faults", "device"], f"{text} on their cards, which may then need a reset")
-    for role, pool in pools(config):
-        for place, instance in enumerate(pool.instances):
-            key = f"{role}.instances[{place}].nodes"
-            guard = "load_balancer.admin_key_file" if role == "standalone" else "cluster_key_file"
-            has_guard = (config.cluster_key_file if role != "standalone" else balancer.admin_key_file) is not None
-            if not has_guard and not all(map(is_loopback, instance.nodes)):
-                text = f"faults=true: needs a {guard}, for {key}={list(instance.nodes)} is not loopback alone"
-                found.cross(["faults", guard, key], text)
-    if config.prefill is not None and balancer.admin_key_file is None and not is_loopback(balancer.host):
-        keys = ["faults", "load_balancer.admin_key_file", "load_balancer.host"]
-        found.cross(keys, f"faults=true: needs a {keys[1]}, for {keys[2]}={balancer.host} is not loopback")
+    hosts = {"load_balancer.host": balancer.host}  # of workers ``node_checks.py`` asks for a key in any case
+    if config.standalone is not None:
+        standing = enumerate(config.standalone.instances)
+        hosts = {f"standalone.instances[{place}].nodes": node for place, each in standing for node in each.nodes}
+    for key, host in hosts.items():
+        if balancer.admin_key_file is None and not is_loopback(host):
+            guard = "load_balancer.admin_key_file"
+            found.cross(["faults", guard, key], f"faults=true: needs a {guard}, for {key}={host} is not loopback")
 
 
 def _check_pair(config: ClusterConfig, found: Findings) -> None:

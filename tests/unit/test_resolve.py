@@ -256,10 +256,6 @@ def test_all_findings_come_at_once_each_with_its_key(cluster: Path) -> None:
         (["device=cuda"], "device=cuda: is not supported yet; one of cpu, npu"),
         (["device=cuda", "decode.engine.num_blocks=200"], "device=cuda: is not supported yet; one of cpu"),
         (["faults=true", "load_balancer.host=0.0.0.0"], "faults=true: needs a load_balancer.admin_key_file, for load_bal"),
-        (
-            ["faults=true", "decode.instances.1.nodes=[10.0.0.7]"],
-            "faults=true: needs a cluster_key_file, for decode.instances[1].nodes=['10.0.0.7'] is not loopback alone",
-        ),
         (["decode"], "--set decode: must be key.path=value"),
         (["decode.engine.num_blocks=[1"], "--set decode.engine.num_blocks=[1: the value is not YAML"),
     ],
@@ -268,6 +264,16 @@ def test_what_cannot_work_is_refused_once_and_for_the_right_reason(cluster: Path
     lines = refusal(cluster, *overrides)
     assert lines[0].startswith(start), lines
     assert len(lines) == 1, lines
+
+
+def test_faults_of_a_standalone_engine_that_others_reach_need_the_operator_s_key(cluster: Path, tmp_path: Path) -> None:
+    model, keys = str(cluster.parent / "weights" / "longcat-tiny"), tmp_path / "keys"
+    keys.write_text("chief")
+    assert standalone(model, ["faults=true"], host="127.0.0.1", port=30000).faults
+    with pytest.raises(ConfigError, match=r"faults=true: needs a load_balancer\.admin_key_file, for standalone\.instances"):
+        standalone(model, ["faults=true"], host="0.0.0.0", port=30000)
+    guarded = ["faults=true", f"load_balancer.admin_key_file={keys}", f"cluster_key_file={keys}"]
+    assert standalone(model, guarded, host="0.0.0.0", port=30000).faults
 
 
 def test_faults_are_for_cpu_alone(cluster: Path) -> None:
