@@ -55,13 +55,12 @@ class ChoiceText:
 
     Args:
         index: the choice's number.
-        decoder: of this answer.
+        decoder: of this answer; where it has no text, tokens show by an empty one.
         stops: of this answer.
         splitter: None where reasoning is not looked for.
         tools: None where tool calls are not looked for.
         reasoning_field: where reasoning goes: ``reasoning_content`` or ``content``.
         content_field: ``content``, or ``text`` for completions.
-        has_text: False where there is no tokenizer: tokens show by an empty text at once, for they have ids and nothing else.
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class ChoiceText:
         tools: ToolCallParser | None = None,
         reasoning_field: str = "reasoning_content",
         content_field: str = "content",
-        has_text: bool = True,
     ) -> None:
         self._index = index
         self._decoder = decoder
@@ -82,7 +80,6 @@ class ChoiceText:
         self._splitter = splitter
         self._tools = tools
         self._fields = {True: reasoning_field, False: content_field}
-        self._has_text = has_text
         self._ends: list[int] = []  # characters of raw text after each token
         self._pending: list[CountedToken] = []
         self._has_begun = False
@@ -110,8 +107,8 @@ class ChoiceText:
                 break
         if delta.finish is not None and not self.is_finished:
             self._end(delta.finish, delta.matched_stop_token, deltas)
-        if not self._has_text and self._pending and not self.is_finished:
-            deltas.append({self._fields[False]: ""})
+        if self._pending and not self._decoder.has_text and not self.is_finished:
+            deltas.append({self._fields[False]: ""})  # tokens have ids and nothing else: they show at once
         pieces = self._opening(has_text=bool(deltas)) if is_first else []
         pieces += [self._piece(d) for d in _joined(deltas)]
         if self.is_finished:

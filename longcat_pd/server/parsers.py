@@ -36,7 +36,7 @@ class Parsers:
         # a piece of text is that of a token
         stops = StopFinder(body.stop, num_exempt=body.min_tokens, keeps_match=body.include_stop)
         if not isinstance(body, ChatBody):
-            return ChoiceText(index, decoder, stops=stops, content_field="text", has_text=self._text.has_tokenizer)
+            return ChoiceText(index, decoder, stops=stops, content_field="text")
         splitter = None
         if self.reads_reasoning:
             splitter = ReasoningSplitter(self.prompt_end(prompt_token_ids), keeps_markup=not body.separate_reasoning)

@@ -150,6 +150,11 @@ class TextDecoder:
         self._text = text
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="ignore")
 
+    @property
+    def has_text(self) -> bool:
+        """Whether any token completes a character."""
+        return self._text.has_tokenizer
+
     def push(self, token_id: int) -> str:
         """The characters that this token completes."""
         return self._utf8.decode(self._text.answer_bytes(token_id))

@@ -41,6 +41,8 @@ def sliced(whole: Sequence[Any], lengths: Sequence[int]) -> list[Any]:
 class Spelt:
     """Tokens that are spelt in the example."""
 
+    has_tokenizer = True
+
     def __init__(self, tokens: Sequence[tuple[int, bytes]]) -> None:
         self._bytes = dict(tokens)
 
