@@ -7,7 +7,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,14 @@ READY_S = 60.0
 
 
 class Processes:
-    """Every service of a cluster in a session of its own, so that its ranks can be ended with it."""
+    """Every service of a cluster in a session of its own, so that its ranks can be ended with it.
 
-    def __init__(self, config: Path) -> None:
+    ``modules``: what is run in place of a module that a service consists of, with arguments.
+    """
+
+    def __init__(self, config: Path, modules: Mapping[str, Sequence[str]] | None = None) -> None:
         self.config = config
+        self._modules = modules or {}
         self._services = {service.name: service for service in services(resolve.unresolved(config))}
         self.url = self._services[BALANCER].url
         self.http_urls = {service.name: service.url for service in self._services.values() if service.kind == "driver"}
@@ -40,7 +44,9 @@ class Processes:
     def start(self, name: str, *overrides: str) -> None:
         """``overrides``: settings that this process alone reads."""
         sets = [word for item in overrides for word in ("--set", item)]
-        self.launch(name, [*self._services[name].arguments, "--config", str(self.config), *sets])
+        option, module, *arguments = self._services[name].arguments
+        run = [option, *self._modules.get(module, (module,)), *arguments]
+        self.launch(name, [*run, "--config", str(self.config), *sets])
 
     def launch(self, name: str, arguments: Sequence[str]) -> None:
         """In place of the service ``name``: an interpreter with these arguments."""
