@@ -292,7 +292,7 @@ class Rig:
     def _judge_fate(self, kind: Kind, victim: str) -> None:
         """A killed process is gone with all that it started; a lost rank ends its instance."""
         status = self.processes.wait(victim, FATE_WITHIN_S)
-        assert self.processes.left_of(victim, grace_s=5.0) == []
+        assert self.processes.left_of(victim, grace_s=FATE_WITHIN_S) == []
         self.holds.clear()
         if kind.endswith("rank"):
             assert status == 1
@@ -310,7 +310,7 @@ class Rig:
         lines = [line for line in new["balancer"].splitlines() if f"request={target.request_id}" in line]
         ends = [line for line in lines if " request_finished " in line or " request_failed " in line]
         assert len(ends) == 1, lines
-        blamed = [line for line in lines if " leg_failed " in line and f"target={victim}" in line]
+        blamed = [line for line in lines if " leg_failed " in line and f"target={victim} cause=self " in line]
         assert len(blamed) == self._is_hit(kind, phase), lines
 
     def _new_of_log(self, name: str) -> str:

@@ -23,8 +23,8 @@ from tests.topology import Topology, cluster_file
 from tests.watched import Watched
 
 NUM_DRAFTS = 2
-SPREAD_S = {"d1": 3.0, "p1": 0.5}  # the calls begin within this time: while many decode, and while many have no token yet
-ENDS_WITHIN_S = 180.0
+SPREAD_S = 2.0  # the calls begin within this time
+ENDS_WITHIN_S = 240.0
 NARROW = {str(token): 6 for token in range(100, 106)}  # who says little else repeats itself
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 SPECIAL: tuple[dict[str, Any], ...] = (
@@ -44,7 +44,7 @@ def bodies(count: int, draw: random.Random) -> list[dict[str, Any]]:
     for i in range(count):
         special = SPECIAL[i % len(SPECIAL)]
         body: dict[str, Any] = {
-            "max_tokens": draw.randrange(60, 160),
+            "max_tokens": draw.randrange(100, 220),
             "ignore_eos": True,
             "return_token_ids": True,
             "stream": i % 5 != 4,
@@ -57,7 +57,7 @@ def bodies(count: int, draw: random.Random) -> list[dict[str, Any]]:
             if "logprobs" in body:
                 body["logprobs"] = True
         else:
-            body["prompt"] = [draw.randrange(32, 1000) for _ in range(draw.choice((1, 5, 15, 16, 17, 40, 130, 250)))]
+            body["prompt"] = [draw.randrange(32, 1000) for _ in range(draw.choice((1, 5, 15, 16, 17, 40, 70, 130)))]
         if body["stream"] and i % 2:
             body["stream_options"] = {"include_usage": True}
         made.append(body)
@@ -66,12 +66,13 @@ def bodies(count: int, draw: random.Random) -> list[dict[str, Any]]:
 
 def what_was_said(call: Watched) -> dict[str, Any]:
     """All that a client can compare."""
+    counted = {name: count for name, count in (call.usage or {}).items() if name.endswith("_tokens")}
     return {
         "outcome": call.outcome,
         "text": call.text,
         "reasoning": call.reasoning,
         "finish": call.finish,
-        "usage": call.usage,
+        "usage": counted,
         "roles": call.num_roles,
         "heads": len(call.heads),
         "logprobs": len(call.logprobs),
@@ -89,39 +90,44 @@ class Crowd:
 
     async def undisturbed(self) -> None:
         """The measure. Who wants a stop string is given a piece of its own answer."""
-        plain = await self._all([{**body, "stop": None} if "stop" in body else body for body in self._bodies], 0.0)
+        plain = await self._all([{**body, "stop": None} if "stop" in body else body for body in self._bodies], 0.0, [])
         for call, body in zip(plain, self._bodies, strict=True):
             assert isinstance(call.outcome, tuple) and len(call.outcome) > 5, (call.outcome, body)
             if "stop" in body:
                 said = call.text or call.reasoning
                 body["stop"] = said[len(said) * 2 // 3 :][:3]
-        self._right = await self._all(self._bodies, 0.0)
+        self._right = await self._all(self._bodies, 0.0, [])
 
-    async def disturbed(self, spread_s: float, when: float, kill: Callable[[], None]) -> int:
-        """Everybody again within ``spread_s``, ``kill`` after that share of it. How many were being answered then."""
-        under_way: list[Watched] = []
-
-        async def strike() -> None:
-            await asyncio.sleep(when * spread_s)
-            kill()
-            under_way.extend(call for call in calls if call.token_ids and call.outcome is None)
-
+    async def disturbed(self, is_time: Callable[[list[Watched]], bool], kill: Callable[[], None]) -> int:
+        """Everybody again, and ``kill`` in the middle of it. How many were being answered then."""
         calls: list[Watched] = []
-        striking = asyncio.ensure_future(strike())
-        await self._all(self._bodies, spread_s, calls)
-        await striking
+        running = asyncio.ensure_future(self._all(self._bodies, SPREAD_S, calls))
+        while not is_time(calls):
+            assert not running.done(), "the moment has not come"
+            await asyncio.sleep(0.01)
+        kill()
+        num_answered = sum(bool(call.token_ids) and call.outcome is None for call in calls)
+        await running
         wrong = [
             (body, what_was_said(right), what_was_said(call))
             for body, right, call in zip(self._bodies, self._right, calls, strict=True)
             if what_was_said(right) != what_was_said(call) or right.logprobs != pytest.approx(call.logprobs, abs=1e-3)
         ]
         assert not wrong, f"{len(wrong)} of {len(calls)}, as {wrong[0]}"
-        return len(under_way)
+        return num_answered
 
-    async def _all(
-        self, wanted: list[dict[str, Any]], spread_s: float, calls: list[Watched] | None = None
-    ) -> list[Watched]:
-        calls = [] if calls is None else calls
+    def moment(self, share: float, *, of_tokens: bool) -> Callable[[list[Watched]], bool]:
+        """When such a share of all tokens has been streamed, or of all streams has begun to be answered."""
+        streams = [call for call in self._right if call.is_streamed]
+        num_tokens = sum(len(call.token_ids) for call in streams)
+
+        def is_time(calls: list[Watched]) -> bool:
+            begun = [len(call.token_ids) for call in calls if call.is_streamed and call.token_ids]
+            return sum(begun) >= share * num_tokens if of_tokens else len(begun) >= share * len(streams)
+
+        return is_time
+
+    async def _all(self, wanted: list[dict[str, Any]], spread_s: float, calls: list[Watched]) -> list[Watched]:
         self._runs += 1
         for i, body in enumerate(wanted):
             calls.append(Watched.start(self._topology.client, f"run-{self._runs}-{i}", body))
@@ -153,7 +159,7 @@ async def counters(topology: Topology) -> dict[str, int]:
 async def back(processes: Processes, topology: Topology, victim: str, status: int) -> None:
     """The victim has ended as it should, and is there again."""
     assert processes.wait(victim) == status
-    assert processes.left_of(victim, grace_s=8.0) == []
+    assert processes.left_of(victim, grace_s=30.0) == []
     processes.start(victim)
     for url in (*processes.http_urls.values(), topology.url):
         await ready(url, topology.client)
@@ -163,13 +169,12 @@ async def back(processes: Processes, topology: Topology, victim: str, status: in
 def make_file(tiny: MakeCheckpoint, folder: Path, victim: str) -> Path:
     """Two instances of the victim's role, one of the other."""
     checkpoint = tiny("2.0+predictable", with_tokenizer=True)
-    engine = {"num_draft_tokens": NUM_DRAFTS, "rank_lost_s": 2, "queue_timeout_s": ENDS_WITHIN_S}
+    engine = {"num_draft_tokens": NUM_DRAFTS, "rank_lost_s": 2, "queue_timeout_s": ENDS_WITHIN_S, "num_blocks": 257}
     return cluster_file(
         folder,
         checkpoint,
         num_prefill=1 + (victim == "p1"),
         num_decode=1 + (victim == "d1"),
-        prefill={"cp_size": 2},
         decode={"kvp_size": 2, "attn_tp_size": 2},
         prefill_engine=engine,
         decode_engine=engine,
@@ -186,12 +191,15 @@ async def failed_over(tiny: MakeCheckpoint, folder: Path, victim: str, *, count:
         crowd = Crowd(topology, bodies(count, draw))
         await crowd.undisturbed()
         for is_rank in [bool(number % 2) for number in range(kills)]:
-            began, when = time.monotonic(), draw.uniform(0.3, 0.9)
+            began, share = time.monotonic(), draw.uniform(0.1, 0.6)
             before = await counters(topology)
-            num_answered = await crowd.disturbed(SPREAD_S[victim], when, struck(processes, victim, is_rank=is_rank))
+            moment = crowd.moment(share, of_tokens=victim == "d1")
+            num_answered = await crowd.disturbed(moment, struck(processes, victim, is_rank=is_rank))
             counted = {name: count - before[name] for name, count in (await counters(topology)).items()}
-            what = f"{'a rank of ' * is_rank}{victim} killed at {when:.2f} of the beginnings of {count} calls"
-            print(f"{what}, {num_answered} being answered: {counted}, all equal, {time.monotonic() - began:.1f} s")
+            what = f"{'a rank of ' * is_rank}{victim} killed at {share:.0%} of {count} calls"
+            print(
+                f"\n{what}, {num_answered} being answered: {counted}, all equal, {time.monotonic() - began:.1f} s", end=" "
+            )
             assert not counted["failed"] and not counted["no_pair"]
             assert counted["completed" if victim == "d1" else "retries"] > 0
             await back(processes, topology, victim, 1 if is_rank else 128 + signal.SIGKILL)
