@@ -56,7 +56,8 @@ REACHED_S = 60.0
 READY_WITHIN_S = 120.0
 FATE_WITHIN_S = 30.0
 SETTLED_S = 0.2
-REFUSED_WITHIN_S = 12.0  # stated: a second, behind the five in which another pair is waited for; the machine may be busy
+REFUSED_WITHIN_S = 4.0  # stated: one; less than the five of a silent link, for an ended process is seen at once
+NO_PAIR_S = 5.0  # so long another pair is waited for to go on with an answer
 ENDS_WITHIN_S = 90.0  # an answer that is begun again or finished by another pair
 IDLE_WITHIN_S = 12.0  # stated: two seconds and the five until a link is known to be down
 TRIES = 3
@@ -135,8 +136,7 @@ class Rig:
         try:
             for call in (target, *beside):
                 await self._ended(call)
-            self._judge(kind, phase, victim, target)
-            assert isinstance(target.outcome, tuple) or target.ended - killed < REFUSED_WITHIN_S
+            self._judge(kind, phase, victim, target, end_s=target.ended - killed)
             for call in beside:
                 self._judge_beside(kind, victim, call)
             self._judge_fate(kind, victim)
@@ -262,7 +262,7 @@ class Rig:
 
     # -- judging ---------------------------------------------------------------------------------------------------
 
-    def _judge(self, kind: Kind, phase: Phase, victim: str, target: Watched) -> None:
+    def _judge(self, kind: Kind, phase: Phase, victim: str, target: Watched, *, end_s: float) -> None:
         """The one end that this combination has."""
         right = self.right["target"]
         assert tuple(target.token_ids) == right[: len(target.token_ids)], "what was said stands"
@@ -278,6 +278,7 @@ class Rig:
             code, status = ("rank_lost", 500) if kind.endswith("rank") else ("worker_unavailable", 503)
             assert target.outcome == code, target.outcome
             assert target.status == (200 if target.token_ids else status)
+            assert end_s < REFUSED_WITHIN_S + NO_PAIR_S * (phase not in BEFORE_HANDOVER)
 
     def _is_hit(self, kind: Kind, phase: Phase) -> bool:
         """Whether the request needs the process still."""
