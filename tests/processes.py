@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from longcat_pd.clock import READY_POLL_S
 from longcat_pd.cluster.processes import Children, Process, kill_sessions, send, wait_for_end
 from longcat_pd.config import resolve
 from longcat_pd.config.services import BALANCER, Service, services
@@ -132,6 +133,20 @@ def _ended(processes: Processes) -> Iterator[None]:
         yield
     finally:
         processes.end()
+
+
+async def all_linked(processes: Processes, topology: Topology, seconds: float = 2 * READY_S) -> None:
+    """Wait until all instances are ready, every link is up, and the balancer has had time to hear of it."""
+    for url in (*processes.http_urls.values(), processes.url):
+        await ready(url, topology.client, seconds)
+    until = time.monotonic() + seconds
+    while True:
+        said = [await instance_answer(processes, topology, name, "/ready") for name in processes.http_urls]
+        if all(link == "up" for one in said for link in one["peers"].values()):
+            await asyncio.sleep(1.5 * READY_POLL_S)
+            return
+        assert time.monotonic() < until, said
+        await asyncio.sleep(0.1)
 
 
 async def instance_answer(processes: Processes, topology: Topology, name: str, route: str) -> dict[str, Any]:

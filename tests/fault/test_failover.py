@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.parity.conftest import MakeCheckpoint
-from tests.processes import Processes, ranks_of, ready, running
+from tests.processes import Processes, all_linked, ranks_of, running
 from tests.topology import Topology, cluster_file
 from tests.watched import Watched
 
@@ -161,8 +161,7 @@ async def back(processes: Processes, topology: Topology, victim: str, status: in
     assert processes.wait(victim) == status
     assert processes.left_of(victim, grace_s=30.0) == []
     processes.start(victim)
-    for url in (*processes.http_urls.values(), topology.url):
-        await ready(url, topology.client)
+    await all_linked(processes, topology)
     await topology.idle_within(12.0)
 
 
@@ -186,8 +185,7 @@ async def failed_over(tiny: MakeCheckpoint, folder: Path, victim: str, *, count:
     """So many answers at once, and again for each of so many kills."""
     draw = random.Random(20)
     async with running(make_file(tiny, folder, victim)) as (processes, topology):
-        for url in processes.http_urls.values():
-            await ready(url, topology.client)
+        await all_linked(processes, topology)
         crowd = Crowd(topology, bodies(count, draw))
         await crowd.undisturbed()
         for is_rank in [bool(number % 2) for number in range(kills)]:
