@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from tests.fault.held import Hold, Holds
-from tests.processes import Processes, all_linked, instance_answer, ranks_of, running
+from tests.processes import Processes, all_linked, gauge, instance_answer, ranks_of, running
 from tests.topology import CHUNK, Topology, cluster_file
 from tests.watched import CUT, Watched
 
@@ -39,7 +39,7 @@ BEFORE_HANDOVER = PHASES[:4]
 
 TARGET = list(range(100, 100 + 4 * CHUNK + 20))  # the request that is met in a phase: five chunks
 BESIDE = list(range(300, 340))  # those that run at the same time
-NUM_TARGET, NUM_BESIDE = 24, 250
+NUM_TARGET, NUM_BESIDE = 24, 200
 SLOTS = 2  # of a decode instance
 HOLDS: dict[Phase, tuple[str, int, Hold]] = {  # letter of the instances, rank, point
     "prefilling": ("p", 0, Hold(at="prefill", prompt_len=len(TARGET), n=2 * CHUNK)),
@@ -170,7 +170,9 @@ class Rig:
         """Calls that are decoding, ``each`` at every decode instance."""
         calls = [self._start(f"beside-{i}", _BESIDE_BODY) for i in range(each * len(self._of("d")))]
         await self._until(lambda: all(call.token_ids for call in calls), calls)
-        running = [await self._gauge(name, "sequences", 'state="running"') for name in self._of("d")]
+        running = [
+            await gauge(self.processes, self.topology, name, "sequences", 'state="running"') for name in self._of("d")
+        ]
         if running != [each] * len(running):
             raise Missed
         return calls
@@ -202,7 +204,7 @@ class Rig:
             raise Missed
         return pair
 
-    async def _where(self, letter: str, gauge: str, target: Watched, *, label: str = "") -> str:
+    async def _where(self, letter: str, metric: str, target: Watched, *, label: str = "") -> str:
         """The one instance whose gauge is not zero."""
         until = time.monotonic() + REACHED_S
         while time.monotonic() < until:
@@ -216,12 +218,7 @@ class Rig:
             if target.outcome is not None:
                 raise Missed
             await asyncio.sleep(0.02)
-        raise AssertionError(f"no instance with {gauge}")
-
-    async def _gauge(self, name: str, gauge: str, label: str) -> float:
-        metrics = (await self.topology.client.get(f"{self.processes.http_urls[name]}/metrics")).text
-        lines = [line for line in metrics.splitlines() if line.startswith(f"longcat_pd_{gauge}{{") and label in line]
-        return sum(float(line.rpartition(" ")[2]) for line in lines)
+        raise AssertionError(f"no instance with {metric}")
 
     async def _until(self, is_so: Callable[[], bool], calls: Iterable[Watched]) -> None:
         until = time.monotonic() + REACHED_S

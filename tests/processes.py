@@ -149,6 +149,13 @@ async def all_linked(processes: Processes, topology: Topology, seconds: float = 
         await asyncio.sleep(0.1)
 
 
+async def gauge(processes: Processes, topology: Topology, name: str, metric: str, label: str = "") -> float:
+    """What one instance shows of itself, summed over the series with this label."""
+    shown = (await topology.client.get(f"{processes.http_urls[name]}/metrics")).text
+    lines = [line for line in shown.splitlines() if line.startswith(f"longcat_pd_{metric}{{") and label in line]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
 async def instance_answer(processes: Processes, topology: Topology, name: str, route: str) -> dict[str, Any]:
     """What one instance says of itself, past the balancer."""
     return dict((await topology.client.get(f"{processes.http_urls[name]}{route}")).json())

@@ -11,14 +11,15 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.parity.conftest import MakeCheckpoint
-from tests.processes import Processes, all_linked, ranks_of, running
+from tests.processes import Processes, all_linked, gauge, ranks_of, running
 from tests.topology import Topology, cluster_file
 from tests.watched import Watched
 
@@ -79,6 +80,9 @@ def what_was_said(call: Watched) -> dict[str, Any]:
     }
 
 
+IsTime = Callable[[list[Watched]], Awaitable[bool]]
+
+
 class Crowd:
     """Many calls, an undisturbed run of them, and runs in which something happens."""
 
@@ -98,11 +102,11 @@ class Crowd:
                 body["stop"] = said[len(said) * 2 // 3 :][:3]
         self._right = await self._all(self._bodies, 0.0, [])
 
-    async def disturbed(self, is_time: Callable[[list[Watched]], bool], kill: Callable[[], None]) -> int:
+    async def disturbed(self, is_time: IsTime, kill: Callable[[], None]) -> int:
         """Everybody again, and ``kill`` in the middle of it. How many were being answered then."""
         calls: list[Watched] = []
         running = asyncio.ensure_future(self._all(self._bodies, SPREAD_S, calls))
-        while not is_time(calls):
+        while not await is_time(calls):
             assert not running.done(), "the moment has not come"
             await asyncio.sleep(0.01)
         kill()
@@ -116,16 +120,12 @@ class Crowd:
         assert not wrong, f"{len(wrong)} of {len(calls)}, as {wrong[0]}"
         return num_answered
 
-    def moment(self, share: float, *, of_tokens: bool) -> Callable[[list[Watched]], bool]:
-        """When such a share of all tokens has been streamed, or of all streams has begun to be answered."""
-        streams = [call for call in self._right if call.is_streamed]
-        num_tokens = sum(len(call.token_ids) for call in streams)
-
-        def is_time(calls: list[Watched]) -> bool:
-            begun = [len(call.token_ids) for call in calls if call.is_streamed and call.token_ids]
-            return sum(begun) >= share * num_tokens if of_tokens else len(begun) >= share * len(streams)
-
-        return is_time
+    def share(self, calls: list[Watched], *, of_tokens: bool) -> float:
+        """Of all tokens, those that have been streamed; or of all streams, those that have begun to be answered."""
+        right, calls = ([one for one in them if one.is_streamed] for them in (self._right, calls))
+        if of_tokens:
+            return sum(len(one.token_ids) for one in calls) / sum(len(one.token_ids) for one in right)
+        return sum(bool(one.token_ids) for one in calls) / len(right)
 
     async def _all(self, wanted: list[dict[str, Any]], spread_s: float, calls: list[Watched]) -> list[Watched]:
         self._runs += 1
@@ -134,6 +134,17 @@ class Crowd:
             await asyncio.sleep(spread_s / len(wanted))
         await asyncio.wait_for(asyncio.gather(*(call.task for call in calls if call.task)), ENDS_WITHIN_S)
         return calls
+
+
+async def is_time(
+    processes: Processes, topology: Topology, calls: list[Watched], *, crowd: Crowd, victim: str, share: float
+) -> bool:
+    """So much has been said, and the victim is at work."""
+    is_decode = victim == "d1"
+    if crowd.share(calls, of_tokens=is_decode) < share:
+        return False
+    metric, label = ("sequences", 'state="running"') if is_decode else ("transfers_open", "")
+    return await gauge(processes, topology, victim, metric, label) > 0
 
 
 def struck(processes: Processes, victim: str, *, is_rank: bool) -> Callable[[], None]:
@@ -191,7 +202,7 @@ async def failed_over(tiny: MakeCheckpoint, folder: Path, victim: str, *, count:
         for is_rank in [bool(number % 2) for number in range(kills)]:
             began, share = time.monotonic(), draw.uniform(0.1, 0.6)
             before = await counters(topology)
-            moment = crowd.moment(share, of_tokens=victim == "d1")
+            moment = partial(is_time, processes, topology, crowd=crowd, victim=victim, share=share)
             num_answered = await crowd.disturbed(moment, struck(processes, victim, is_rank=is_rank))
             counted = {name: count - before[name] for name, count in (await counters(topology)).items()}
             what = f"{'a rank of ' * is_rank}{victim} killed at {share:.0%} of {count} calls"
