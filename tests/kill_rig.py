@@ -209,11 +209,7 @@ class Rig:
         until = time.monotonic() + REACHED_S
         while time.monotonic() < until:
             for name in self._of(letter):
-                metrics = (await self.topology.client.get(f"{self.processes.http_urls[name]}/metrics")).text
-                lines = [
-                    line for line in metrics.splitlines() if line.startswith(f"longcat_pd_{gauge}{{") and label in line
-                ]
-                if any(float(line.rpartition(" ")[2]) for line in lines):
+                if await gauge(self.processes, self.topology, name, metric, label):
                     return name
             if target.outcome is not None:
                 raise Missed
@@ -340,6 +336,7 @@ _BESIDE_BODY = {**BODY, "prompt": BESIDE, "max_tokens": NUM_BESIDE, "stream": Tr
 @contextlib.asynccontextmanager
 async def rig(folder: Path, checkpoint: Path, *, num_prefill: int, num_decode: int) -> AsyncIterator[Rig]:
     """A cluster whose ranks can be held; prompts are computed and handed over anew each time."""
+    engine = {"rank_lost_s": 2, "prefix_cache": False, "queue_timeout_s": 2 * ENDS_WITHIN_S}
     config = cluster_file(
         folder,
         checkpoint,
@@ -347,8 +344,8 @@ async def rig(folder: Path, checkpoint: Path, *, num_prefill: int, num_decode: i
         num_decode=num_decode,
         prefill={"pp_size": 2},
         decode={"kvp_size": 2, "attn_tp_size": 2},
-        prefill_engine={"rank_lost_s": 2, "prefix_cache": False},
-        decode_engine={"rank_lost_s": 2, "prefix_cache": False, "max_num_seqs": SLOTS},
+        prefill_engine=engine,
+        decode_engine={**engine, "max_num_seqs": SLOTS},
         model={"path": str(checkpoint), "dtype": "float32"},
     )
     holds = Holds(folder / "holds")
