@@ -27,7 +27,7 @@ parity: $(STAMP)
 	$(PYTEST) tests/parity
 
 fault: $(STAMP)
-	$(PYTEST) tests/fault
+	$(PYTEST) -s tests/fault
 
 hosts: $(STAMP)
 	$(PYTEST) tests/hosts

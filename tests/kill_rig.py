@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import re
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -299,6 +300,8 @@ class Rig:
         for name, text in new.items():
             assert "Traceback" not in text or name == victim, f"{name}: {text}"
         if kind == "balancer":
+            gone = f" request_cancelled .* by=client .*request={target.request_id}$"
+            assert any(re.search(gone, text, re.MULTILINE) for text in new.values()), new
             return
         lines = [line for line in new["balancer"].splitlines() if f"request={target.request_id}" in line]
         ends = [line for line in lines if " request_finished " in line or " request_failed " in line]
