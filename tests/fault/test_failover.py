@@ -177,7 +177,11 @@ async def back(processes: Processes, topology: Topology, victim: str, status: in
 
 
 def make_file(tiny: MakeCheckpoint, folder: Path, victim: str) -> Path:
-    """Two instances of the victim's role, one of the other."""
+    """Two instances of the victim's role, one of the other.
+
+    Of layouts that compute the same bits: what an answer holds was computed by the decode pool and is computed again by the
+    prefill pool, and a draw may fall between two ids that rounding alone decides about.
+    """
     checkpoint = tiny("2.0+predictable", with_tokenizer=True)
     engine = {"num_draft_tokens": NUM_DRAFTS, "rank_lost_s": 2, "queue_timeout_s": ENDS_WITHIN_S, "num_blocks": 257}
     return cluster_file(
@@ -185,7 +189,8 @@ def make_file(tiny: MakeCheckpoint, folder: Path, victim: str) -> Path:
         checkpoint,
         num_prefill=1 + (victim == "p1"),
         num_decode=1 + (victim == "d1"),
-        decode={"kvp_size": 2, "attn_tp_size": 2},
+        prefill={"pp_size": 2},
+        decode={"dp_size": 2, "ep_size": 2, "moe_dispatch": "all_to_all"},
         prefill_engine=engine,
         decode_engine=engine,
         model={"path": str(checkpoint), "dtype": "float32"},
