@@ -83,6 +83,7 @@ class Instance:
         self.target = target
         self.breaker = Breaker(clock)
         self.said: Mapping[str, Any] = {}  # its last answer to /ready
+        self.judged: object = None  # the incarnation that the breaker's record is about
         self.is_in = False
         self.is_drained = False  # by an operator, here at the balancer
         self.out_reason = "starting"
@@ -210,8 +211,9 @@ class Pool:
             self._put_out(instance, "mismatch")
             return
         self._complaints.pop(instance.name, None)
-        if instance.incarnation not in (None, answer.get("incarnation")):
+        if instance.judged != answer.get("incarnation"):
             instance.breaker.succeed()  # the failures were another process's
+            instance.judged = answer.get("incarnation")
         instance.said = answer
         if answer.get("ready") is not True:
             own = answer.get("reasons")
@@ -252,10 +254,10 @@ class Pool:
     def choose(self, avoid: Avoid | None = None) -> Pair:
         """The least loaded usable pair; equal ones in turn. Raises WorkerUnavailable when there is none."""
         pairs = self._linked_pairs()
-        # an open breaker only says "rather not": a refusal of everything is worse than the instance's true error
-        pairs = [p for p in pairs if p.prefill.breaker.allows and p.decode.breaker.allows] or pairs
         if avoid is not None:
             pairs = _without(pairs, avoid)
+        # an open breaker only says "rather not": a refusal of everything is worse than the instance's true error
+        pairs = [p for p in pairs if p.prefill.breaker.allows and p.decode.breaker.allows] or pairs
         if not pairs:
             detail = "; ".join(f"{reason['code']}: {reason['detail']}" for reason in self.reasons())
             raise self._unavailable(f"no usable pair of instances ({detail or 'no other than the one that failed'})")

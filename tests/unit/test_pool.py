@@ -160,15 +160,27 @@ async def test_the_breaker_never_keeps_the_only_instance_of_a_role_out() -> None
     assert names(rig) == ("p0", "d0")
 
 
-async def test_a_new_incarnation_starts_with_a_clean_record() -> None:
+@pytest.mark.parametrize("is_away", [False, True])
+async def test_a_new_incarnation_starts_with_a_clean_record(is_away: bool) -> None:
     rig = await Rig.make("p0 d0 d1")
     d0 = instance(rig, "d0")
     for _ in range(5):
         rig.means.pool.failed(d0)
     assert d0.breaker.is_open
+    if is_away:  # between the two nobody listens
+        rig.means.pool.refused(d0)
     rig.cluster.ready["d0"]["incarnation"] = "d0-2"
     await rig.poll()
     assert not d0.breaker.is_open
+
+
+async def test_an_open_breaker_is_no_reason_to_have_no_other_pair() -> None:
+    rig = await Rig.make("p0 d0 d1")
+    for _ in range(5):
+        rig.means.pool.failed(instance(rig, "d0"))
+    assert names(rig) == ("p0", "d1")
+    failed = pair(rig, "p0", "d1")
+    assert names(rig, Avoid(pair=failed, blamed=failed.decode)) == ("p0", "d0")
 
 
 async def test_what_an_attempt_has_taught_is_avoided() -> None:
