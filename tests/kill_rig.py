@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -353,7 +354,7 @@ async def rig(folder: Path, checkpoint: Path, *, num_prefill: int, num_decode: i
     )
     holds = Holds(folder / "holds")
     modules = {f"longcat_pd.{role}_worker": ("tests.fault.held", role, str(holds.folder)) for role in ("prefill", "decode")}
-    async with running(config, modules) as (processes, topology):
+    async with running(config, partial(Processes, modules=modules)) as (processes, topology):
         made = Rig(processes, topology, holds)
         await all_linked(processes, topology)
         await made.undisturbed()
