@@ -267,9 +267,13 @@ class Rig:
         elif self._has_other(victim):
             assert target.outcome == right, target.outcome
         else:
-            code, status = ("rank_lost", 500) if kind.endswith("rank") else ("worker_unavailable", 503)
-            assert target.outcome == code, target.outcome
-            assert target.status == (200 if target.token_ids else status)
+            codes = {"rank_lost": 500} if kind.endswith("rank") else {"worker_unavailable": 503}
+            if kind.endswith("rank") and phase in BEFORE_HANDOVER:
+                codes["draining"] = (
+                    503  # to the second attempt, where the other side's echo was all that the first one heard
+                )
+            assert target.outcome in codes, target.outcome
+            assert target.status == (200 if target.token_ids else codes[str(target.outcome)])
             assert end_s < REFUSED_WITHIN_S + NO_PAIR_S * (phase not in BEFORE_HANDOVER)
 
     def _is_hit(self, kind: Kind, phase: Phase) -> bool:
