@@ -34,8 +34,11 @@ def may_mount() -> bool:
 def manifests(checkpoint: Path, folder: Path) -> list[dict[str, Any]]:
     """P and D with two nodes each."""
     base, engine = free_base(40), {"block_size": 16, "max_model_len": 512, "max_num_seqs": 4}
+    key = folder / "cluster.key"
+    key.write_text("a-key-of-these-pods\n")
     tree = {
         "model": {"path": str(checkpoint)},
+        "cluster_key_file": str(key),
         "load_balancer": {"port": base + 30},
         "prefill": {
             "parallel": {"pp_size": 2},
