@@ -111,6 +111,7 @@ def _alike(examined: Mapping[str, Examined]) -> Iterator[Row]:
             yield row
     readings: list[tuple[str, Callable[[Facts], str | None]]] = [
         ("weights", lambda facts: facts.weights.digest if facts.weights is not None else None),
+        ("key", lambda facts: facts.key.digest if facts.key is not None and facts.key.digest else None),
         ("MTU", lambda facts: str(facts.mtu) if facts.mtu else None),
         ("memory", lambda facts: f"{facts.memory_bytes / (1 << 30):.0f} GiB"),
         ("toolkit", lambda facts: facts.toolkit or None),

@@ -10,7 +10,8 @@ class Request:
     """``ports``: (host, port, purpose); ``run``: the folder of its run record; ``folders``: whose free room is told.
 
     ``model``: the folder of the checkpoint, "" where no rank runs; ``only_config``: its weights are not read.
-    ``num_devices``: NPU that the tools are asked about.
+    ``num_devices``: NPU that the tools are asked about. ``key_file``: of the cluster, "" where it has none; ``label``: what
+    the digest of its key is keyed with, another one each time.
     """
 
     node: str
@@ -21,6 +22,8 @@ class Request:
     model: str
     only_config: bool
     num_devices: int
+    key_file: str
+    label: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,18 @@ class Weights:
     problems: tuple[str, ...]
     num_shards: int
     size: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyFile:
+    """The key of the cluster as it lies there. ``digest``: of the first key, which it does not tell; "" with a problem.
+
+    ``mode``: the bits of its permissions.
+    """
+
+    problem: str
+    mode: int
     digest: str
 
 
@@ -67,6 +82,7 @@ class Facts:
     free_memory_bytes: int
     cores: int
     weights: Weights | None
+    key: KeyFile | None
     limits: dict[str, int]
     is_killed_at_logout: bool
     devices: Devices

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from longcat_pd.cluster.facts import Devices, Facts, TakenPort
+from longcat_pd.cluster.facts import Devices, Facts, KeyFile, TakenPort
 
 Level = Literal["ok", "warn", "bad"]
 ALL = "all nodes"
@@ -64,6 +64,8 @@ def rows_of(facts: Facts, expected: Expected) -> Iterator[Row]:
     ]
     if facts.weights is not None:
         checks.append(("weights", _weights(facts)))
+    if facts.key is not None:
+        checks.append(("key", _key(facts.key)))
     if expected.num_devices:
         checks.append(("cards", cards(facts.devices, expected.num_devices)))
         checks.append(("device links", states(facts.devices.links, "link status", "UP")))
@@ -201,6 +203,14 @@ def _weights(facts: Facts) -> tuple[Level, str]:
     if problems:
         return "bad", "; ".join(problems[:_MOST_NAMED]) + _and_more(len(problems))
     return "ok", f"{facts.weights.num_shards} shards, {facts.weights.size / _GIB:.1f} GiB, as their headers say"
+
+
+def _key(key: KeyFile) -> tuple[Level, str]:
+    if key.problem:
+        return "bad", key.problem
+    if key.mode & 0o077:
+        return "bad", f"others on that machine can use it, mode {key.mode:04o}: chmod 0400"
+    return "ok", f"mode {key.mode:04o}"
 
 
 def _named(places: list[tuple[int, str]]) -> str:

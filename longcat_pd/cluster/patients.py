@@ -5,6 +5,7 @@ Asks no machine.
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,11 +44,11 @@ class Patient:
 
 def patients_of(root: Path, file: Path, overrides: Sequence[str]) -> list[tuple[str, Patient]]:
     """All machines of the cluster of a file, beside the tree at ``root``. Raises ConfigError."""
-    config, tree = unresolved(file, overrides), tree_of(root)
-    return [(node, _patient(node, config, name=file.stem, tree=tree)) for node in nodes_of(config)]
+    config, tree, label = unresolved(file, overrides), tree_of(root), secrets.token_hex(16)
+    return [(node, _patient(node, config, name=file.stem, tree=tree, label=label)) for node in nodes_of(config)]
 
 
-def _patient(node: str, config: ClusterConfig, *, name: str, tree: Tree) -> Patient:
+def _patient(node: str, config: ClusterConfig, *, name: str, tree: Tree, label: str) -> Patient:
     """What one machine is asked, and what it must have."""
     path = config.hosts.path.rstrip("/")
     mine = [service for service in services(config) if service.node == node]
@@ -78,6 +79,8 @@ def _patient(node: str, config: ClusterConfig, *, name: str, tree: Tree) -> Pati
         model=config.model.path if num_ranks else "",
         only_config=config.model.weights == "random",
         num_devices=num_devices,
+        key_file=config.cluster_key_file or "",
+        label=label,
     )
     names = packages.needed((tree.root / "pyproject.toml").read_text(encoding="utf-8"), config.device)
     return Patient(shell=shell_of(node, config.hosts), config=config, expected=expected, request=request, packages=names)

@@ -93,6 +93,24 @@ def test_what_is_wrong_with_a_host_is_a_row_of_it(hosts: Hosts, root: Path, look
     assert any(row.startswith(f"{hosts.address(3)} clock") and "behind" in row for row in seen.bad("warn"))
 
 
+def test_keys_that_are_missing_empty_open_or_others(hosts: Hosts, look: Doctor) -> None:
+    file, keys = hosts.disk / "cluster.key", [None, "\n", "one\n", " another\n"]
+    for number, (text, mode) in enumerate(zip(keys, (0o400, 0o400, 0o640, 0o600), strict=True)):
+        if text is not None:
+            hosts.write(number, file, text, mode=mode)
+    seen = look(f"cluster_key_file={file}")
+    bad = seen.bad()
+    assert f"{hosts.address(0)} key {file}: No such file or directory" in bad
+    assert f"{hosts.address(1)} key {file} holds no key" in bad
+    assert f"{hosts.address(2)} key others on that machine can use it, mode 0640: chmod 0400" in bad
+    assert any(row.startswith("all nodes key ") and " on 1, but " in row for row in bad)
+    assert len(bad) == 4, bad
+    assert not any("another" in line for line in seen.lines), "a key is told"
+    for number in range(4):
+        hosts.write(number, file, "one\n" + "two\n" * number, mode=0o400)
+    assert look(f"cluster_key_file={file}").bad() == []
+
+
 def test_ports_of_the_cluster_itself_are_no_fault(hosts: Hosts, look: Doctor) -> None:
     listen = f"import socket, time; s = socket.create_server(('{hosts.address(2)}', 30001)); time.sleep(100)"
     pid = hosts.exec(2, f'setsid {sys.executable} -c "{listen}" >/dev/null 2>&1 </dev/null & echo $!').strip()

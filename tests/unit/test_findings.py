@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from longcat_pd.cluster.facts import Devices, Facts, TakenPort, Weights
+from longcat_pd.cluster.facts import Devices, Facts, KeyFile, TakenPort, Weights
 from longcat_pd.cluster.findings import Expected, cards, clock, rows_of, states, unequal
 
 TABLE = """
@@ -34,6 +34,7 @@ FACTS = Facts(
     free_memory_bytes=50,
     cores=16,
     weights=Weights(problems=(), num_shards=2, size=1 << 30, digest="d"),
+    key=KeyFile(problem="", mode=0o400, digest="k"),
     limits={"open files": 65536, "locked memory": 8192, "core": 0},
     is_killed_at_logout=False,
     devices=Devices(),
@@ -74,6 +75,14 @@ def test_all_is_well() -> None:
             "bad",
             "a; b; c; and 2 more",
         ),
+        ("key", replace(FACTS, key=KeyFile(problem="/k holds no key", mode=0o400, digest="")), "bad", "/k holds no key"),
+        (
+            "key",
+            replace(FACTS, key=KeyFile(problem="", mode=0o440, digest="k")),
+            "bad",
+            "can use it, mode 0440: chmod 0400",
+        ),
+        ("key", replace(FACTS, key=KeyFile(problem="", mode=0o604, digest="k")), "bad", "mode 0604"),
         (
             "ports",
             replace(FACTS, ports=(TakenPort(port=80, purpose="p0 HTTP", pid=0, by="Permission denied", is_ours=False),)),

@@ -158,6 +158,19 @@ def look_at(file: Path) -> tuple[str, int, bytes]:
     return "" if size == wanted else f"{file.name}: {size} bytes, but its header says {wanted}", size, header
 
 
+def key_of(file: Path, label: str) -> dict[str, Any]:
+    """Whether the key of the cluster is there, who may read it, and a digest that is equal exactly where it is."""
+    try:
+        mode, keys = file.stat().st_mode & 0o777, file.read_bytes().split(b"\n")
+    except OSError as error:
+        return {"problem": f"{file}: {error.strerror}", "mode": 0, "digest": ""}
+    first = next((key.strip() for key in keys if key.strip()), b"")
+    if not first:
+        return {"problem": f"{file} holds no key", "mode": mode, "digest": ""}
+    digest = hashlib.blake2b(first, key=label.encode(), digest_size=6).hexdigest()
+    return {"problem": "", "mode": mode, "digest": digest}
+
+
 def devices(count: int) -> dict[str, Any]:
     """What the tools of NPU say: the mapping and the table, and the state of each device's link."""
     if not count:
@@ -216,6 +229,7 @@ def main() -> None:
         "free_memory_bytes": memory.get("MemAvailable:", 0),
         "cores": len(os.sched_getaffinity(0)),
         "weights": weights(Path(request["model"]), only_config=request["only_config"]) if request["model"] else None,
+        "key": key_of(Path(request["key_file"]), request["label"]) if request["key_file"] else None,
         "limits": {what: resource.getrlimit(limit)[0] for what, limit in limits.items()},
         "is_killed_at_logout": killed_at_logout(),
         "devices": devices(count),
