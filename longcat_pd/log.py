@@ -19,6 +19,7 @@ from structlog.typing import EventDict, FilteringBoundLogger
 Level = Literal["debug", "info", "warning", "error"]
 
 _LEVELS: dict[Level, int] = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+_MOST_SHOWN = 200  # characters of what a stranger said
 _request_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
 
 
@@ -55,6 +56,19 @@ def bind_request(request_id: str) -> None:
 def request_id() -> str | None:
     """The request that the calling task is about."""
     return _request_id.get()
+
+
+class Refusals:
+    """Records that are refused: the first is told of, then the 2nd, 4th, 8th ..., so that nobody fills the log."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def tell(self, peer: str, reason: str) -> None:
+        """One more. ``peer``: its name, or under which name it connected."""
+        self._count += 1
+        if self._count & (self._count - 1) == 0:
+            logger().warning("malformed_record", peer=peer[:_MOST_SHOWN], reason=reason[:_MOST_SHOWN], count=self._count)
 
 
 def _add_request(_logger: Any, _method: str, event: EventDict) -> EventDict:

@@ -28,7 +28,7 @@ from longcat_pd.engine.plan import (
 from longcat_pd.engine.roster import RankEntry, RankState, Roster, listen_for_ranks
 from longcat_pd.errors import ConfigError, EngineFault, LongcatError, RankLost
 from longcat_pd.kv_transfer.messages import TransferClosed
-from longcat_pd.log import logger
+from longcat_pd.log import Refusals, logger
 from longcat_pd.wire import AsyncSocket, Codec, MalformedRecord, Unsendable, tcp
 
 CALL_LIMIT_S = 15.0  # until every rank process has called; before those that have give up to meet the others (mesh.py)
@@ -227,11 +227,12 @@ class ProcessExecutor:
                 self._see_who_is_up()
 
     async def _hear_messages(self, messages: AsyncSocket) -> None:
+        refusals = Refusals()
         while True:
             identity, *frames = await messages.recv()
             rank = self._roster.known(identity)
             if rank is None:  # anybody can connect here, also a rank of a former life
-                logger().warning("malformed_record", reason="neither a rank of this instance nor of this life")
+                refusals.tell(repr(identity), "neither a rank of this instance nor of this life")
                 continue
             try:
                 message = _MESSAGES.decode(frames)

@@ -14,40 +14,32 @@ import torch
 
 from longcat_pd.kv_cache.layout import BlockSplit
 from longcat_pd.kv_cache.storage import KVCache
+from longcat_pd.kv_transfer.arrival_lane import JOIN_S, ArrivalLane, Message
 from longcat_pd.kv_transfer.frames import (
-    HEADER_INTS,
     NO_DIGEST,
     Header,
     MalformedFrame,
     Run,
+    Shape,
     block_digest,
+    check_body,
     decode_body,
-    decode_header,
     transfer_key,
     wants_digest,
 )
 from longcat_pd.kv_transfer.messages import Arrival, TransferClosed
 from longcat_pd.kv_transfer.plan import TransferPlan
 from longcat_pd.kv_transfer.sides import LaneCounts, LaneOptions, Report
-from longcat_pd.kv_transfer.transport import Call, Lane, LaneClosed, LaneEnd, LaneTimeout, Listener
+from longcat_pd.kv_transfer.transport import LaneEnd, Listener
+from longcat_pd.log import Refusals
 from longcat_pd.wire import unpack
 
-_JOIN_S = 5.0
 _CLOSED_KEPT = 4096  # keys of ended transfers whose late bytes are known and thrown away: more than end within a time-out
 _EARLY_BYTES = 64 << 20  # of transfers that are not announced yet; beyond that a lane waits
 
 
 class _Rejected(Exception):
     """This data breaks its transfer. The text begins with the outcome."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Message:
-    """One message that has been received. An end has an empty body."""
-
-    source: LaneEnd
-    header: Header
-    body: torch.Tensor
 
 
 @dataclass(eq=False)
@@ -83,6 +75,7 @@ class ArrivalLanes:
         self.me = me
         self.options = options
         self.changed = threading.Condition()
+        self.refusals = Refusals()
         self._kvp_size = kvp_size
         self._cache = cache
         self._listener = listener
@@ -90,8 +83,8 @@ class ArrivalLanes:
         self._by_id: dict[str, _Incoming] = {}  # until adopted or dropped
         self._by_key: dict[int, _Incoming] = {}  # while open
         self._closed_keys: OrderedDict[int, None] = OrderedDict()
-        self._early: dict[int, list[_Message]] = {}  # not announced yet
-        self._lanes: dict[tuple[str, int], _ArrivalLane] = {}
+        self._early: dict[int, list[Message]] = {}  # not announced yet
+        self._lanes: dict[tuple[str, int], ArrivalLane] = {}
         self._thread = threading.Thread(target=self._accept, name="lanes-accept", daemon=True)
         self._thread.start()
 
@@ -139,7 +132,7 @@ class ArrivalLanes:
     def close(self) -> None:
         """End all lanes."""
         self._listener.close()
-        self._thread.join(_JOIN_S)
+        self._thread.join(JOIN_S)
         with self.changed:
             for incoming in list(self._by_key.values()):
                 self._close(incoming, "aborted: the rank ends")
@@ -147,14 +140,19 @@ class ArrivalLanes:
         for lane in lanes:
             lane.close()
 
-    def has_place_for(self, message: _Message) -> bool:
+    def bound(self, header: Header) -> None:
+        """Before its body is given room: not more than the blocks of a layer. Raises MalformedFrame."""
+        if not header.is_end:
+            check_body(header, self._shapes(header.layer), self._cache.num_blocks)
+
+    def has_place_for(self, message: Message) -> bool:
         """Whether ``keep_if_early`` and ``deal_with`` may go on with it. With ``changed`` held."""
         if message.header.is_end or self._is_known(message.header.key):
             return True
         waiting = sum(len(m.body) for messages in self._early.values() for m in messages)
         return not waiting or waiting + len(message.body) <= _EARLY_BYTES
 
-    def keep_if_early(self, message: _Message) -> bool:
+    def keep_if_early(self, message: Message) -> bool:
         """Keep a message whose transfer is not announced yet; False if it is. With ``changed`` held.
 
         The grant may be quicker than the plan with the announcement, which waits for the step before. A transfer that is
@@ -169,7 +167,7 @@ class ArrivalLanes:
             self._early.setdefault(key, []).append(message)
         return True
 
-    def deal_with(self, message: _Message) -> None:
+    def deal_with(self, message: Message) -> None:
         """A message of a transfer that was announced. Raises MalformedFrame."""
         if message.header.is_end:
             self._ended(message.source, message.header)
@@ -179,8 +177,7 @@ class ArrivalLanes:
     def _take(self, source: LaneEnd, header: Header, body: torch.Tensor) -> None:
         """A data message: check it, copy it. Of a closed transfer nothing is touched."""
         entries = self._cache.spec.entries_of_layer(header.layer)
-        shapes = [((self._cache.block_size, entry.width), entry.dtype) for entry in entries]
-        runs = decode_body(header, body, shapes)
+        runs = decode_body(header, body, self._shapes(header.layer))
         with self.changed:
             incoming = self._open_from(source, header.key)
         if incoming is None:
@@ -201,6 +198,10 @@ class ArrivalLanes:
         except _Rejected as error:
             with self.changed:
                 self._close(incoming, str(error))
+
+    def _shapes(self, layer: int) -> list[Shape]:
+        entries = self._cache.spec.entries_of_layer(layer)
+        return [((self._cache.block_size, entry.width), entry.dtype) for entry in entries]
 
     def _ended(self, source: LaneEnd, header: Header) -> None:
         """An end: with ``ok`` everything of this source must be there."""
@@ -244,7 +245,7 @@ class ArrivalLanes:
     def _accept(self) -> None:
         while (call := self._listener.next_call()) is not None:
             with self.changed:
-                lane = _ArrivalLane(self, call)
+                lane = ArrivalLane(self, call)
                 old = self._lanes.get((call.source.instance, call.source.rank))
                 self._lanes[call.source.instance, call.source.rank] = lane
             if old is not None:
@@ -326,69 +327,3 @@ class ArrivalLanes:
         self._closed_keys[key] = None
         if len(self._closed_keys) > _CLOSED_KEPT:
             self._closed_keys.popitem(last=False)
-
-
-class _ArrivalLane:
-    """The thread of one lane: receives into its own buffer and hands over."""
-
-    def __init__(self, owner: ArrivalLanes, call: Call) -> None:
-        self.thread = threading.Thread(
-            target=self._run, name=f"arrive-{call.source.instance}.{call.source.rank}", daemon=True
-        )
-        self._owner = owner
-        self._call = call
-        self._lane: Lane | None = None
-        self._is_ending = False
-
-    def close(self) -> None:
-        """End the thread."""
-        with self._owner.changed:
-            self._is_ending = True
-            lane = self._lane
-            self._owner.changed.notify_all()
-        if lane is not None:
-            lane.close()
-        if self.thread.ident is not None:
-            self.thread.join(_JOIN_S)
-
-    def _run(self) -> None:
-        source = self._call.source
-        reason = "aborted: the lane ends"
-        try:
-            lane = self._open()
-            while True:
-                self._receive_message(lane)
-        except LaneTimeout as error:
-            reason = f"timed_out: lane from {source.instance} rank {source.rank}: {error}"
-        except (LaneClosed, MalformedFrame) as error:
-            reason = f"peer_lost: lane from {source.instance} rank {source.rank}: {error}"
-        finally:  # also when a defect of ours ends the thread
-            if self._lane is not None:
-                self._lane.close()
-            self._owner.lost(source, reason)
-
-    def _open(self) -> Lane:
-        lane = self._call.open(self._owner.options.connect_timeout_s)
-        with self._owner.changed:
-            self._lane = lane
-            is_ending = self._is_ending
-        if is_ending:
-            raise LaneClosed("the rank ends")
-        return lane
-
-    def _receive_message(self, lane: Lane) -> None:
-        head = torch.empty(HEADER_INTS, dtype=torch.int64)
-        lane.receive_into(head, None)
-        header = decode_header(head)
-        body = torch.empty(header.body_bytes, dtype=torch.uint8)
-        if not header.is_end:
-            lane.receive_into(body, self._owner.options.timeout_s)
-        message, timeout_s = _Message(self._call.source, header, body), self._owner.options.timeout_s
-        with self._owner.changed:
-            if not self._owner.changed.wait_for(lambda: self._is_ending or self._owner.has_place_for(message), timeout_s):
-                raise LaneTimeout(f"bytes of a transfer that was not announced within {timeout_s} s")
-            if self._is_ending:
-                raise LaneClosed("the lane ends")
-            is_kept = self._owner.keep_if_early(message)
-        if not is_kept:
-            self._owner.deal_with(message)

@@ -34,7 +34,6 @@ LinkState = Literal["up", "down", "mismatch"]
 Outcome = Literal["committed", "aborted", "timed_out", "digest_mismatch", "peer_lost"]
 
 CONTROL = Codec[ControlMessage](Hello, Beat, Offer, Grant, Refuse, Commit, Ack, Abort)
-_MOST_SHOWN = 200
 _OUTCOMES: dict[str, Outcome] = {"timed_out": "timed_out", "digest_mismatch": "digest_mismatch", "peer_lost": "peer_lost"}
 
 
@@ -52,19 +51,6 @@ class ControlSocket(Protocol):
     def close(self) -> None:
         """Close."""
         ...
-
-
-class Refusals:
-    """Records that are refused: the first is told of, then the 2nd, 4th, 8th ..., so that nobody fills the log."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def tell(self, peer: str, reason: str) -> None:
-        """One more. ``peer``: its name, or under which name it connected."""
-        self._count += 1
-        if self._count & (self._count - 1) == 0:
-            logger().warning("malformed_record", peer=peer[:_MOST_SHOWN], reason=reason[:_MOST_SHOWN], count=self._count)
 
 
 class Link:

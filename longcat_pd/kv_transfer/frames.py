@@ -22,8 +22,10 @@ _MAGIC = 0x4C43_5044_0001
 _DATA, _END = 1, 2
 _ITEM_INTS = 3
 _ITEM_BYTES = 8 * _ITEM_INTS
-_MAX_BODY_BYTES = 1 << 34
+_MAX_BODY_BYTES = 1 << 34  # of any cache; who receives knows better
 _SAMPLE_ONE_IN = 8
+
+Shape = tuple[tuple[int, int], torch.dtype]  # of a block of an entry: block_size, width
 
 
 class MalformedFrame(ValueError):
@@ -83,7 +85,20 @@ def encode_body(runs: Sequence[Run]) -> torch.Tensor:
     return torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in parts])
 
 
-def decode_body(header: Header, body: torch.Tensor, shapes: Sequence[tuple[tuple[int, int], torch.dtype]]) -> list[Run]:
+def check_body(header: Header, shapes: Sequence[Shape], num_blocks: int) -> None:
+    """Whether data of this size can come for a cache of ``num_blocks`` blocks. Arguments else as ``decode_body``.
+
+    Raises MalformedFrame: more items than the layer has, or bytes that its items do not have.
+    """
+    sizes = [_ITEM_BYTES + shape[0] * shape[1] * dtype.itemsize for shape, dtype in shapes]
+    count = header.num_items
+    if not 0 <= count <= num_blocks * len(sizes):
+        raise MalformedFrame(f"{count} items of layer {header.layer}, which has {num_blocks * len(sizes)}")
+    if not count * min(sizes, default=0) <= header.body_bytes <= count * max(sizes, default=0):
+        raise MalformedFrame(f"{header.body_bytes} bytes for {count} items of layer {header.layer}")
+
+
+def decode_body(header: Header, body: torch.Tensor, shapes: Sequence[Shape]) -> list[Run]:
     """Inverse of ``encode_body``; ``data`` may be a view of ``body``.
 
     Args:

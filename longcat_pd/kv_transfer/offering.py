@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from longcat_pd.clock import HEARTBEAT_S, Clock
 from longcat_pd.config.schema import PeerAddress
 from longcat_pd.errors import LongcatError, Overloaded, TransferFailed, WorkerUnavailable
-from longcat_pd.kv_transfer.control import CONTROL, ControlSocket, Link, LinkState, OpenTransfer, Refusals, log_abort
+from longcat_pd.kv_transfer.control import CONTROL, ControlSocket, Link, LinkState, OpenTransfer, log_abort
 from longcat_pd.kv_transfer.messages import (
     Abort,
     Ack,
@@ -27,7 +27,7 @@ from longcat_pd.kv_transfer.messages import (
     Push,
     Refuse,
 )
-from longcat_pd.log import logger
+from longcat_pd.log import Refusals, logger
 from longcat_pd.metrics import TransferMetrics
 from longcat_pd.wire import MalformedRecord, Unsendable, unpack
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from longcat_pd.clock import HEARTBEAT_S, Clock
 from longcat_pd.errors import DeadlineExceeded, LongcatError, TransferFailed, WorkerUnavailable
-from longcat_pd.kv_transfer.control import CONTROL, ControlSocket, Link, LinkState, OpenTransfer, Refusals, log_abort
+from longcat_pd.kv_transfer.control import CONTROL, ControlSocket, Link, LinkState, OpenTransfer, log_abort
 from longcat_pd.kv_transfer.messages import Abort, Ack, Beat, Commit, ControlMessage, Grant, Hello, Offer, Refuse
-from longcat_pd.log import logger
+from longcat_pd.log import Refusals, logger
 from longcat_pd.metrics import TransferMetrics
 from longcat_pd.wire import MalformedRecord, Unsendable, unpack
 

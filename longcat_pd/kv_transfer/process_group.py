@@ -3,15 +3,17 @@
 Where a device has a network of its own, a second group beside it carries the large tensors (``device_pair.py``); headers,
 deadlines between messages and the end of a lane are gloo's everywhere.
 
-Owns the meeting of the two ends: a TCPStore that the decode instance's rank 0 serves. A source takes the next number of
-the target rank's calls and writes who it is; the target waits for the numbers in order. Both ends then make the group under
-a name that holds both incarnations and the number, so every new lane between the same two ranks has a new name.
+Owns the meeting of the two ends: a TCPStore that the decode instance's rank 0 serves. A source writes who it is under the
+first free number of the target rank's calls, in one step, so that none is taken and left empty by one that dies; the target
+waits for the numbers in order. Both ends then make the group under a name that holds both incarnations and a word of this
+call alone, so every new lane between the same two ranks has a new name.
 """
 
 from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +25,7 @@ from torch.distributed import DistError, PrefixStore, ProcessGroupGloo, TCPStore
 from longcat_pd.config.schema import RankSpec
 from longcat_pd.kv_transfer.device_pair import SOURCE, TARGET, Carrier, MakeCarrier, carriers_of, no_carrier
 from longcat_pd.kv_transfer.transport import LaneClosed, LaneEnd, LaneTimeout
-from longcat_pd.log import logger
+from longcat_pd.log import Refusals
 from longcat_pd.parallel.listening import store_server
 from longcat_pd.parallel.platform import platform_of
 from longcat_pd.wire import MalformedRecord, from_json, to_json
@@ -34,6 +36,8 @@ _DATA_TAG, _CLOSING_TAG = 0, 1
 _FOREVER = timedelta(days=365)
 _CLOSING = timedelta(milliseconds=1)
 _GOODBYE_LIMIT_S = 1.0
+_TAKEN = "taken"  # in place of a call that the target has read
+_TAKEN_KEPT = 1024  # of these, so that a source that counted a while ago finds no number free that is behind
 
 
 def _translate(error: RuntimeError) -> LaneClosed | LaneTimeout:
@@ -117,21 +121,35 @@ class _CallRecord:
 
     source: LaneEnd
     target: LaneEnd
-    number: int
+    word: str
 
     @property
     def group_name(self) -> str:
         """Name of the pair group."""
         ends = (f"{end.instance}.{end.incarnation}.{end.rank}" for end in (self.source, self.target))
-        return f"lane/{'-'.join(ends)}/{self.number}"
+        return f"lane/{'-'.join(ends)}/{self.word}"
 
 
-def _count_key(rank: int) -> str:
-    return f"calls/{rank}"
+def _count_key(target: LaneEnd) -> str:
+    """How many calls the target has read; it alone writes it."""
+    return f"calls/{target.incarnation}/{target.rank}"
 
 
-def _call_key(rank: int, number: int) -> str:
-    return f"call/{rank}/{number}"
+def _call_key(target: LaneEnd, number: int) -> str:
+    return f"call/{target.incarnation}/{target.rank}/{number}"
+
+
+def _write_call(store: TCPStore, target: LaneEnd, text: str, timeout_s: float) -> None:
+    """Write under the first free number. Raises RuntimeError when the store is gone, LaneTimeout."""
+    number, until = store.add(_count_key(target), 0), time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        number += 1
+        there = store.compare_set(_call_key(target, number), "", text).decode()
+        if there != _TAKEN:
+            store.set(_call_key(target, number), there)  # wakes who waits for it, which the exchange alone need not do
+        if there == text:
+            return
+    raise LaneTimeout(f"{target.instance} rank {target.rank} has a queue of calls that did not end in {timeout_s:g} s")
 
 
 def _connect(address: tuple[str, int], timeout_s: float, *, serve: bool = False) -> TCPStore:
@@ -160,10 +178,9 @@ class GlooCaller:
     def open(self, target: LaneEnd, address: tuple[str, int], timeout_s: float) -> GlooLane:
         """Call the target and make the pair. The store's connection belongs to the lane: a slow peer holds up no other."""
         store = _connect(address, timeout_s)
+        record = _CallRecord(self._me, target, secrets.token_hex(8))
         try:
-            number = store.add(_count_key(target.rank), 1)
-            record = _CallRecord(self._me, target, number)
-            store.set(_call_key(target.rank, number), to_json(record))
+            _write_call(store, target, to_json(record), timeout_s)
         except RuntimeError as error:
             raise LaneClosed(f"the lane store of {target.instance} is gone") from error
         return _pair(store, record, SOURCE, timeout_s, self._carrier)
@@ -211,37 +228,44 @@ class GlooListener:
         self._goodbye = secrets.token_hex(16)  # whoever reaches the store can write there
         self._waiting = _connect(self.address, timeout_s)  # a connection serves one wait at a time
         self._next = 1
+        self._refusals = Refusals()
 
     def next_call(self) -> GlooCall | None:
         """Wait for the next number."""
         while True:
-            key = _call_key(self._me.rank, self._next)
             try:
-                self._waiting.wait([key], _FOREVER)
-                text = self._waiting.get(key)
-                self._waiting.delete_key(key)
+                text = self._take_next()
             except DistError:  # the store went with rank 0: the instance ends
                 self._is_over = True
                 return None
-            self._next += 1
             if text == self._goodbye.encode():
                 return None
             try:
                 record = from_json(_CallRecord, text)
             except MalformedRecord as error:
-                logger().warning("malformed_record", reason=f"a call of a lane: {error}")
+                self._refusals.tell("a caller of lanes", str(error))
                 continue
             if record.target == self._me:  # else a call for a former life of this rank
                 return GlooCall(record, self.address, self._carrier)
+
+    def _take_next(self) -> bytes:
+        key = _call_key(self._me, self._next)
+        self._waiting.wait([key], _FOREVER)
+        text: bytes = self._waiting.get(key)
+        self._waiting.set(key, _TAKEN)
+        self._waiting.set(_count_key(self._me), str(self._next))
+        if self._next > _TAKEN_KEPT:
+            self._waiting.delete_key(_call_key(self._me, self._next - _TAKEN_KEPT))
+        self._next += 1
+        return text
 
     def close(self) -> None:
         """A call that means the end. If the store is gone, so is the wait."""
         if self._is_over:
             return
         try:
-            store = _connect(self.address, _GOODBYE_LIMIT_S)
-            store.set(_call_key(self._me.rank, store.add(_count_key(self._me.rank), 1)), self._goodbye)
-        except (RuntimeError, LaneClosed):
+            _write_call(_connect(self.address, _GOODBYE_LIMIT_S), self._me, self._goodbye, _GOODBYE_LIMIT_S)
+        except (RuntimeError, LaneClosed, LaneTimeout):
             return
 
 

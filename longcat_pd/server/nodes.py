@@ -178,12 +178,13 @@ class SeveralNodes:
     # -- listening -------------------------------------------------------------------------------------------------
 
     async def _hear(self, socket: Socket) -> None:
+        refusals = log.Refusals()
         while True:
             identity, *frames = await socket.recv()
             try:
                 self._heard(identity, FROM_NODE.decode(frames))
             except MalformedRecord as error:
-                log.logger().warning("malformed_record", reason=str(error))
+                refusals.tell(repr(identity), str(error))
                 if (entry := self._roster.known(identity)) is not None:
                     self._lose(EngineFault(f"a message of {entry.title} is malformed: {error}"))
             self._see_who_is_here()

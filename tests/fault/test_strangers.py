@@ -49,11 +49,13 @@ async def pretend(endpoint: str, key: bytes | None, identity: bytes) -> None:
         stranger.close()
 
 
-def call_the_lanes(host: str, port: int) -> None:
+def call_the_lanes(host: str, port: int, incarnation: str) -> None:
     """The store of the lanes knows no keys: calls that are none, and the end that listeners once believed."""
     store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
-    for text in ("-", "", "{}", '{"source": 1}', os.urandom(40).hex()):
-        store.set(f"call/0/{store.add('calls/0', 1)}", text)
+    store.add("calls/0", 3)
+    taken = store.add(f"calls/{incarnation}/0", 0)
+    for number, text in enumerate(("-", "", "{}", '{"source": 1}', os.urandom(40).hex()), start=taken + 1):
+        store.set(f"call/{incarnation}/0/{number}", text)
 
 
 @pytest.fixture
@@ -86,7 +88,7 @@ async def test_strangers_on_every_port_disturb_nobody(tiny: MakeCheckpoint, tmp_
                 for key in (None, b"another"):
                     await pretend(tcp(host, first + offset), key, alive["p0"].encode())
         d0 = topology.parts["d0"].spec
-        await asyncio.to_thread(call_the_lanes, d0.host, d0.http_port + 5)
+        await asyncio.to_thread(call_the_lanes, d0.host, d0.http_port + 5, alive["d0"])
         assert len((await answering)["token_ids"]) == 60
         again = await topology.complete(PROMPT)
         assert again["token_ids"] == undisturbed["token_ids"]

@@ -26,7 +26,7 @@ from longcat_pd.kv_transfer.push import PrefillShape, PushLanes
 from longcat_pd.kv_transfer.sides import LaneOptions
 from longcat_pd.kv_transfer.transport import LaneClosed, LaneEnd
 from longcat_pd.parallel.platform import platform_of
-from longcat_pd.wire import pack
+from longcat_pd.wire import pack, to_json
 from tests.pretend import PairedRuntime
 from tests.unit.transfer_rig import BLOCK, CPU, Reports, spec
 
@@ -247,6 +247,38 @@ def test_a_decode_rank_that_takes_nothing_is_a_time_out_and_a_new_lane_heals(mon
     assert ok, reason
     side.lanes.close()
     prefill.end()
+
+
+def test_a_caller_that_dies_at_its_call_leaves_no_gap() -> None:
+    """Killed right after the one step that takes a number; and who counts without writing has taken nothing."""
+    side, dead, me = Decode(), LaneEnd("p0", "p-dead", 0), LaneEnd("d0", "d", 0)
+    store = process_group._connect(side.listener.address, 5.0)
+    store.add("calls/0", 1)
+    store.compare_set(process_group._call_key(me, 1), "", to_json(process_group._CallRecord(dead, me, "w")))
+    side.announce("t")
+    prefill = Prefill(side.port)
+    prefill.push_all("t")
+    ok, reason, _ = prefill.answer()
+    assert ok, reason
+    assert side.is_complete()
+    prefill.end()
+    side.lanes.close()
+
+
+def test_calls_are_heard_once_and_in_order_however_many_are_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "_TAKEN_KEPT", 4)
+    target = LaneEnd("d0", "d", 0)
+    listener = GlooListener(target, ("127.0.0.1", 0), 5.0)
+    for first in (0, 20):
+        for number in range(first, first + 20):
+            store = process_group._connect(listener.address, 5.0)
+            record = process_group._CallRecord(LaneEnd("p0", "p", number), target, "w")
+            process_group._write_call(store, target, to_json(record), 20.0)
+        for number in range(first, first + 20):
+            call = listener.next_call()
+            assert call is not None and call.source.rank == number
+    listener.close()
+    assert listener.next_call() is None
 
 
 def test_nobody_serves_lanes() -> None:
