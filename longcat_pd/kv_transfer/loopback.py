@@ -65,6 +65,10 @@ class LoopbackLane:
         """Take the next tensor."""
         with self._wire.changed:
             self._wire.wait_for(lambda: bool(self._wire.tensors), timeout_s)
+            if tensor.nbytes != self._wire.tensors[0].nbytes:
+                self._wire.is_closed = True
+                self._wire.changed.notify_all()
+                raise LaneClosed("what came is not as long as what is expected")
             tensor.copy_(self._wire.tensors[0])
             self._wire.tensors.popleft()
             self._wire.changed.notify_all()

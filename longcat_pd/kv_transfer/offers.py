@@ -25,11 +25,15 @@ _ENDED_KEPT = 4096  # transfers that are over, so that a late half of the pair i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairLimits:
-    """Longest waits: of an offer for its leg, of a leg for its offer, of the arrived cache for its commit."""
+    """Longest waits: of an offer for its leg, of a leg for its offer, of the arrived cache for its commit.
+
+    ``vocab_size``: ids of tokens are below it.
+    """
 
     offer_s: float
     leg_s: float
     commit_s: float
+    vocab_size: int
 
 
 @dataclass(eq=False)
@@ -74,6 +78,9 @@ class IncomingTransfer(OpenTransfer):
         commit = await self.within(limit_s, asyncio.shield(self._commit), "commit")
         if self.theirs.num_draft_tokens and commit.draft_state is None:
             raise TransferFailed(f"transfer {self.id}: the commit lacks what drafts start from")
+        wrong = [i for i in (commit.token_id, *(i for i, _ in commit.top)) if not 0 <= i < self._offers.limits.vocab_size]
+        if wrong:
+            raise TransferFailed(f"transfer {self.id}: the commit names token {wrong[0]}, which no vocabulary of ours has")
         return commit
 
     def acknowledge(self) -> None:
@@ -332,8 +339,9 @@ class Offers:
         """What an offer cannot mean; "" if it can."""
         if len(offer.token_ids) % 4 or not 4 <= len(offer.token_ids) <= 4 * self._hello.max_model_len:
             return f"{len(offer.token_ids)} bytes of ids"
-        if min(unpack(offer.token_ids)) < 0 or offer.max_tokens < 1:
-            return "negative ids, or nothing to be answered"
+        ids = unpack(offer.token_ids)
+        if min(ids) < 0 or max(ids) >= self.limits.vocab_size or offer.max_tokens < 1:
+            return "ids outside the vocabulary, or nothing to be answered"
         return ""
 
     def _told(self, peer: _Peer, message: ControlMessage) -> None:

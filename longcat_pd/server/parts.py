@@ -31,6 +31,7 @@ class Parts:
     clock: Clock
     metrics: Metrics
     told_to_end: asyncio.Event
+    vocab_size: int
     faults: FaultBoard | None = None
 
 
@@ -65,4 +66,5 @@ def make_parts(
         metrics=metrics,
         told_to_end=told_to_end,
         faults=FaultBoard(spec, executor.order) if spec.faults else None,
+        vocab_size=model.vocab_size,
     )

@@ -67,7 +67,7 @@ class Pipe:
         return self.dealers[identity]
 
 
-LIMITS = PairLimits(offer_s=10.0, leg_s=70.0, commit_s=60.0)
+LIMITS = PairLimits(offer_s=10.0, leg_s=70.0, commit_s=60.0, vocab_size=1 << 17)
 OFFER_LIMITS = OfferLimits(grant_s=71.0, ack_s=60.0)
 
 

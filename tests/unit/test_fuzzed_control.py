@@ -18,6 +18,7 @@ from longcat_pd import log
 from longcat_pd.errors import TransferFailed
 from longcat_pd.kv_transfer.control import CONTROL
 from longcat_pd.kv_transfer.messages import Abort, Ack, Beat, Commit, Grant, Offer, Refuse
+from longcat_pd.wire import pack
 from tests.manual_clock import settle
 from tests.unit.control_rig import Pair, hello, pair
 
@@ -183,7 +184,7 @@ def _with(grant: Grant, changes: dict[str, Any]) -> Grant:
 async def test_an_offer_of_no_ids_is_refused() -> None:
     async with pair() as p:
         known = p.p_hello.incarnation.encode()
-        for number, ids in enumerate((b"", b"\1\0\0", b"\xff\xff\xff\xff")):
+        for number, ids in enumerate((b"", b"\1\0\0", b"\xff\xff\xff\xff", pack([1 << 17]))):
             offer = Offer(
                 transfer_id=f"t{number}", request_id="r", incarnation="p0-life", token_ids=ids, max_tokens=1, seed=1,
                 deadline_ms=5000,
@@ -194,6 +195,26 @@ async def test_an_offer_of_no_ids_is_refused() -> None:
             leg = p.prefill_leg(f"t{number}").send(p=False)
             (end,) = await leg.ends()
             assert isinstance(end, TransferFailed)
+        await p.assert_idle()
+
+
+@pytest.mark.parametrize("changes", [{"token_id": -1}, {"token_id": 1 << 17}, {"top": ((1 << 40, -1.0),)}], ids=str)
+async def test_a_commit_of_no_token_ends_its_transfer(changes: dict[str, Any]) -> None:
+    async with pair() as p:
+        undisturbed = await an_answer(p, "before")
+        p.dealer.lost.add(Commit)
+        leg = p.prefill_leg("t").send()
+        await settle()
+        p.close_lanes("t")
+        await settle()
+        commit = {"transfer_id": "t", "token_id": 1, "logprob": None, "top": (), **changes}
+        p.router.inbox.put_nowait([p.p_hello.incarnation.encode(), *CONTROL.encode(Commit(**commit))])
+        await settle()
+        ends = await leg.ends()
+        assert all(isinstance(end, TransferFailed) for end in ends)
+        assert any("no vocabulary of ours" in str(end) for end in ends)
+        p.dealer.lost.clear()
+        assert await an_answer(p, "after") == undisturbed
         await p.assert_idle()
 
 
