@@ -207,7 +207,7 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def _serving(app: Any, host: str, port: int, gate: Gate) -> AsyncIterator[None]:
-    config = uvicorn.Config(app, http="httptools", ws="none", log_config=None, lifespan="off", timeout_graceful_shutdown=2)
+    config = uvicorn.Config(app, http=BoundedHeads, ws="none", log_config=None, lifespan="off", timeout_graceful_shutdown=2)
     server = _Server(config)
     with listen(host, port) as listener:
         task = asyncio.ensure_future(server.serve(sockets=[listener]))

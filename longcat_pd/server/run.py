@@ -19,6 +19,7 @@ from longcat_pd.clock import Clock
 from longcat_pd.errors import ConfigError, LongcatError, WorkerUnavailable
 from longcat_pd.log import logger
 from longcat_pd.server.gate import Gate
+from longcat_pd.server.http_heads import BoundedHeads
 
 READY = "The server is fired up and ready to roll!"  # scripts wait for these words
 
@@ -76,7 +77,7 @@ async def serve_app(
     """
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=BoundedHeads,
         ws="none",
         log_config=None,
         lifespan="off",
