@@ -26,6 +26,7 @@ from longcat_pd.load_balancer import assemble
 from longcat_pd.prefill_worker import __main__ as prefill_main
 from longcat_pd.server.app import create_app, worker_front
 from longcat_pd.server.gate import Gate
+from longcat_pd.server.http_heads import BoundedHeads
 from longcat_pd.server.parts import Parts, make_parts
 from longcat_pd.server.peered import PeeredInstance
 from longcat_pd.server.run import listen

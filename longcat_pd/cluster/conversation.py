@@ -15,9 +15,10 @@ import time
 from collections.abc import Sequence
 
 from longcat_pd.cluster.everywhere import StepFailed
-from longcat_pd.cluster.shell import Shell, Unreachable, as_shell_shows
+from longcat_pd.cluster.shell import MOST_SAID, Shell, Unreachable, as_shell_shows, too_much
 
 _END_S = 10.0
+_LONGEST_END = 64  # bytes
 _TOLD = re.compile(r"[a-z_]+=")
 _END = re.compile(rb"(?:^|\n)end=(\d+)\n$")
 
@@ -68,7 +69,7 @@ class Conversation:
     def _until_end(self, deadline: float, timeout_s: float) -> bytes:
         assert self._session.stdout is not None
         said = b""
-        while not _END.search(said):
+        while not _END.search(said, max(len(said) - _LONGEST_END, 0)):
             ready, _, _ = select.select([self._session.stdout], [], [], max(deadline - time.monotonic(), 0.0))
             if not ready:
                 self._session.kill()
@@ -77,6 +78,9 @@ class Conversation:
             if not part:
                 raise self._why_ended(said)
             said += part
+            if len(said) > MOST_SAID:
+                self._session.kill()
+                raise Unreachable(self._shell.node, too_much(said[: 1 << 16]))
         return said
 
     def _why_ended(self, said: bytes) -> StepFailed | Unreachable:

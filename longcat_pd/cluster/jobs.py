@@ -219,6 +219,16 @@ class LineBuffer:
         del self._data[:end]
         return line
 
+    @property
+    def num_left(self) -> int:
+        """Bytes that wait for the end of their line."""
+        return len(self._data)
+
+    def take_rest(self) -> bytes:
+        """All that is left, which is no whole line."""
+        rest, self._data = bytes(self._data), bytearray()
+        return rest
+
 
 def as_line(record: Job | Order | Event) -> bytes:
     """A record as it travels."""

@@ -17,12 +17,13 @@ from typing import NamedTuple, TypeVar
 
 from longcat_pd.cluster.jobs import STILL_S, Event, Job, LineBuffer, Order, as_line
 from longcat_pd.cluster.machines import Machine
-from longcat_pd.cluster.shell import as_shell_shows
+from longcat_pd.cluster.shell import MOST_SAID, as_shell_shows, too_much
 from longcat_pd.wire import MalformedRecord, from_json
 
 LEAVE_S = 20.0  # for agents to end what they have begun, when they are left alone
 R = TypeVar("R")
 
+_MOST_KEPT = 1 << 20  # bytes that are no events
 END_S = 5.0  # an agent ends that long after it has closed its output at the latest
 
 
@@ -44,6 +45,7 @@ class Session:
         self._process = machine.shell.start(command, stdin=as_line(job))
         self._lines = LineBuffer()
         self._said = bytearray()
+        self._excess = ""  # why it was cut, if it said too much
 
     @property
     def streams(self) -> Iterator[int]:
@@ -68,7 +70,7 @@ class Session:
     def take(self, fd: int, data: bytes) -> list[Event]:
         """The events in what was read from one of its streams."""
         if fd != next(self.streams):
-            self._said += data
+            self._keep(data)
             return []
         self._lines.add(data)
         events = []
@@ -76,9 +78,17 @@ class Session:
             try:
                 events.append(from_json(Event, line))
             except MalformedRecord:  # something that a shell says when it starts
-                self._said += line
+                self._keep(line)
+        if self._lines.num_left > MOST_SAID:
+            self._excess = too_much(self._lines.take_rest())
+            self.cut()
         self.refusal = next((event.refused for event in events if event.refused is not None), self.refusal)
         return events
+
+    def _keep(self, said: bytes) -> None:
+        """What comes last says why."""
+        self._said += said
+        del self._said[:-_MOST_KEPT]
 
     def end(self) -> None:
         """It has closed its streams: find out how it ended."""
@@ -93,7 +103,9 @@ class Session:
             assert stream is not None
             stream.close()
         fault = self.machine.shell.fault(status, bytes(self._said))
-        if fault is not None:
+        if self._excess:
+            self.problem = self._excess
+        elif fault is not None:
             self.problem = fault.reason
         elif status:
             said = [line for line in self._said.decode(errors="replace").splitlines() if line.strip()]

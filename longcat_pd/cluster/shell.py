@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import re
+import selectors
 import shlex
 import socket
 import subprocess
+import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +24,7 @@ from longcat_pd.config.schema import HostsConfig
 from longcat_pd.errors import ConfigError
 
 ALIVE_S, ALIVE_COUNT = 5, 3  # a link that is dead in silence is noticed after the product of both
+MOST_SAID = 64 << 20  # bytes of a command, or of one answer; a list of all files of the code is a hundred thousand
 SSH_FAILED = 255  # exit status of ssh for what is its own; the commands that are run here do not end with it
 
 
@@ -213,23 +218,59 @@ def _as_value(path: str) -> str:
     return '"' + path.replace("%", "%%").replace('"', '\\"') + '"'
 
 
+def too_much(said: bytes) -> str:
+    """What is told of a machine that said more than ``MOST_SAID``. ``said``: the beginning of it."""
+    return f"said more than {MOST_SAID >> 20} MiB, which no command here does; what a login prints begins {said[:60]!r}"
+
+
 def _run(node: str, command: Sequence[str], *, stdin: bytes, timeout_s: float) -> Completed:
-    nothing = None if stdin else subprocess.DEVNULL
-    try:
-        done = subprocess.run(
-            list(command), input=stdin or None, stdin=nothing, capture_output=True, timeout=timeout_s, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise Unreachable(node, f"{_said(error)}did not answer within {timeout_s:g} s") from error
-    except FileNotFoundError:
-        return _not_found(command)
-    return Completed(status=as_shell_shows(done.returncode), stdout=done.stdout, stderr=done.stderr)
+    until = time.monotonic() + timeout_s
+    with tempfile.TemporaryFile() as told:
+        told.write(stdin)
+        told.seek(0)
+        try:
+            process = subprocess.Popen(list(command), stdin=told, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        except FileNotFoundError:
+            return _not_found(command)
+    with process:
+        try:
+            out, err = _all_said(node, process, until)
+            process.wait(max(until - time.monotonic(), 0.0))
+        except (TimeoutError, subprocess.TimeoutExpired) as error:
+            said = error.args[0] if isinstance(error, TimeoutError) else b""
+            raise Unreachable(node, f"{_last_line(said)}did not answer within {timeout_s:g} s") from error
+        finally:
+            if process.poll() is None:
+                process.kill()
+    return Completed(status=as_shell_shows(process.returncode), stdout=out, stderr=err)
 
 
-def _said(error: subprocess.TimeoutExpired) -> str:
-    lines = (error.stderr or b"").decode(errors="replace").split("\n")
-    said = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return f"said {said!r} and " if said else ""
+def _all_said(node: str, process: subprocess.Popen[bytes], until: float) -> tuple[bytes, bytes]:
+    """Both streams to their ends. Raises Unreachable for too much, TimeoutError with what came on standard error."""
+    assert process.stdout is not None and process.stderr is not None
+    said = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
+    out, err = said.values()
+    with selectors.DefaultSelector() as selector:
+        for file in said:
+            selector.register(file, selectors.EVENT_READ)
+        while selector.get_map():
+            ready = selector.select(max(until - time.monotonic(), 0.0))
+            if not ready:
+                raise TimeoutError(bytes(err))
+            for key, _ in ready:
+                if data := os.read(key.fd, 1 << 16):
+                    said[key.fd] += data
+                else:
+                    selector.unregister(key.fd)
+            if len(out) + len(err) > MOST_SAID:
+                raise Unreachable(node, too_much(bytes(out[:64] or err[:64])))
+    return bytes(out), bytes(err)
+
+
+def _last_line(said: bytes) -> str:
+    lines = said.decode(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f"said {last!r} and " if last else ""
 
 
 def _not_found(command: Sequence[str]) -> Completed:
