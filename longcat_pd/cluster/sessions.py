@@ -45,7 +45,7 @@ class Session:
         self._process = machine.shell.start(command, stdin=as_line(job))
         self._lines = LineBuffer()
         self._said = bytearray()
-        self._excess = ""  # why it was cut, if it said too much
+        self.excess = ""  # why it was cut, if it said too much
 
     @property
     def streams(self) -> Iterator[int]:
@@ -80,7 +80,7 @@ class Session:
             except MalformedRecord:  # something that a shell says when it starts
                 self._keep(line)
         if self._lines.num_left > MOST_SAID:
-            self._excess = too_much(self._lines.take_rest())
+            self.excess = too_much(self._lines.take_rest())
             self.cut()
         self.refusal = next((event.refused for event in events if event.refused is not None), self.refusal)
         return events
@@ -103,8 +103,8 @@ class Session:
             assert stream is not None
             stream.close()
         fault = self.machine.shell.fault(status, bytes(self._said))
-        if self._excess:
-            self.problem = self._excess
+        if self.excess:
+            self.problem = self.excess
         elif fault is not None:
             self.problem = fault.reason
         elif status:
@@ -170,8 +170,11 @@ class Sessions:
     def _read(self, fd: int, session: Session) -> None:
         if data := os.read(fd, 1 << 16):
             self._pending += (News(session, event) for event in session.take(fd, data))
-            return
-        self._selector.unregister(fd)
+            if not session.excess:
+                return
+        for done in session.streams if session.excess else (fd,):  # what it began may hold the others open
+            if done in self._selector.get_map():
+                self._selector.unregister(done)
         if not any(other in self._selector.get_map() for other in session.streams):
             session.end()
             self._pending.append(News(session, None))
