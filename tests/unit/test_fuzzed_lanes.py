@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -22,11 +23,12 @@ from longcat_pd.kv_transfer.frames import (
     encode_body,
     encode_header,
 )
-from longcat_pd.kv_transfer.loopback import LoopbackFaults, LoopbackNetwork, Message
+from longcat_pd.kv_transfer.loopback import LoopbackLane, LoopbackNetwork
 from longcat_pd.kv_transfer.sides import LaneOptions
 from longcat_pd.kv_transfer.transport import LaneClosed, LaneEnd
 from tests.unit.transfer_rig import BLOCK, Handover, Rig
 
+Message = tuple[torch.Tensor, ...]
 NUMBERS = [0, 1, 2, 3, -1, 5, 64, 1 << 20, 1 << 34, (1 << 34) + 1, 1 << 62, (1 << 63) - 1, -(1 << 63)]
 SHAPES = [((BLOCK, 6), torch.float32), ((BLOCK, 2), torch.float32), ((BLOCK, 3), torch.bfloat16)]
 NUM_BLOCKS = 8
@@ -102,6 +104,34 @@ def test_tables_are_refused_or_name_exactly_what_is_there() -> None:
     assert num_refused > 1000
 
 
+class Tampered(LoopbackLane):
+    """The source's end of a lane that sends what it is told in place of each message."""
+
+    def __init__(self, lane: LoopbackLane, wires: Wires) -> None:
+        super().__init__(lane._wire)
+        self._wires = wires
+
+    def send(self, message: Sequence[torch.Tensor]) -> None:
+        for each in self._wires.tamper(tuple(message)):
+            super().send(each)
+
+
+class Wires(LoopbackNetwork):
+    """``tamper``: what is sent in place of a message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tamper: Callable[[Message], list[Message]] = lambda message: [message]
+
+    def connect(self, source: LaneEnd, target: LaneEnd) -> LoopbackLane:
+        return Tampered(super().connect(source, target), self)
+
+
+@dataclass
+class TamperedRig(Rig):
+    network: Wires = field(default_factory=Wires)
+
+
 class Once:
     """A ``tamper`` that alters the message with this number, and keeps all."""
 
@@ -138,8 +168,8 @@ def written() -> Iterator[io.StringIO]:
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    made = Rig(network=LoopbackNetwork(LoopbackFaults()), options=LaneOptions(digest="all", timeout_s=2.0))
+def rig() -> Iterator[TamperedRig]:
+    made = TamperedRig(network=Wires(), options=LaneOptions(digest="all", timeout_s=2.0))
     yield made
     made.close()
 
@@ -175,26 +205,28 @@ def untouched(rig: Rig, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_a_message_that_is_not_what_was_sent_costs_its_own_transfer(rig: Rig, seed: int, written: io.StringIO) -> None:
+def test_a_message_that_is_not_what_was_sent_costs_its_own_transfer(
+    rig: TamperedRig, seed: int, written: io.StringIO
+) -> None:
     pick = random.Random(seed)
     assert hand_over(rig, "before", 1)
     for cache in rig.target_caches:
         for entry in cache.spec.entries:
             cache.tensor(entry.name).zero_()
-    rig.network.faults.tamper = Once(pick.randrange(3), lambda message: broken(message, pick))
+    rig.network.tamper = Once(pick.randrange(3), lambda message: broken(message, pick))
     hand_over(rig, "altered", 2)
     assert untouched(rig, "altered") == []
-    rig.network.faults.tamper = lambda message: [message]
+    rig.network.tamper = lambda message: [message]
     rig.network.lose_peers()  # as a lane whose messages do not fit ends
     assert hand_over(rig, "after", 3)
     assert written.getvalue().count("malformed_record") <= 1
 
 
-def test_what_was_heard_on_a_wire_and_is_said_again_changes_nothing(rig: Rig) -> None:
+def test_what_was_heard_on_a_wire_and_is_said_again_changes_nothing(rig: TamperedRig) -> None:
     heard = Once(-1, lambda message: message)
-    rig.network.faults.tamper = heard
+    rig.network.tamper = heard
     assert hand_over(rig, "first", 1)
-    rig.network.faults.tamper = lambda message: [message]
+    rig.network.tamper = lambda message: [message]
     kept = {entry.name: rig.target_caches[0].tensor(entry.name).clone() for entry in rig.target_caches[0].spec.entries}
     stranger = rig.network.connect(LaneEnd("p9", "life", 0), TARGET)
     for message in [*heard.all, *reversed(heard.all)]:
