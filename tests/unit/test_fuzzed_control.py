@@ -16,6 +16,7 @@ import pytest
 
 from longcat_pd import log
 from longcat_pd.errors import TransferFailed
+from longcat_pd.faults import Fault
 from longcat_pd.kv_transfer.control import CONTROL
 from longcat_pd.kv_transfer.messages import Abort, Ack, Beat, Commit, Grant, Offer, Refuse
 from longcat_pd.wire import pack
@@ -162,7 +163,7 @@ async def test_replayed_records_change_nothing() -> None:
 async def test_a_grant_that_cannot_be_ends_its_transfer_before_a_rank_hears_of_it(changes: dict[str, Any]) -> None:
     async with pair() as p:
         undisturbed = await an_answer(p, "before")
-        p.router.lost.add(Grant)
+        p.switches["d"].set(Fault(name="drop_record", record="Grant"))
         leg = p.prefill_leg("t").send()
         await settle()
         grant = Grant(transfer_id="t", incarnation="d0-life", group=0, blocks=b"\1\0\0\0" * 2, split_start=0, generation=1)
@@ -171,7 +172,7 @@ async def test_a_grant_that_cannot_be_ends_its_transfer_before_a_rank_hears_of_i
         ends = await leg.ends()
         assert all(isinstance(end, TransferFailed) for end in ends)
         assert "t" not in p.p_pencil.pushes
-        p.router.lost.clear()
+        p.switches["d"].clear()
         assert await an_answer(p, "after") == undisturbed
         await p.assert_idle()
 
@@ -202,7 +203,7 @@ async def test_an_offer_of_no_ids_is_refused() -> None:
 async def test_a_commit_of_no_token_ends_its_transfer(changes: dict[str, Any]) -> None:
     async with pair() as p:
         undisturbed = await an_answer(p, "before")
-        p.dealer.lost.add(Commit)
+        p.switches["p"].set(Fault(name="drop_record", record="Commit"))
         leg = p.prefill_leg("t").send()
         await settle()
         p.close_lanes("t")
@@ -213,7 +214,7 @@ async def test_a_commit_of_no_token_ends_its_transfer(changes: dict[str, Any]) -
         ends = await leg.ends()
         assert all(isinstance(end, TransferFailed) for end in ends)
         assert any("no vocabulary of ours" in str(end) for end in ends)
-        p.dealer.lost.clear()
+        p.switches["p"].clear()
         assert await an_answer(p, "after") == undisturbed
         await p.assert_idle()
 
