@@ -78,7 +78,8 @@ async def one_life(processes: Processes, topology: Topology, victim: str, moment
     assert (await instance_answer(processes, topology, survivor, "/ready"))["incarnation"] == before
 
 
-@pytest.mark.parametrize("moments_s", [MOMENTS_S, pytest.param(MORE_MOMENTS_S, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("moments_s", [MOMENTS_S, MORE_MOMENTS_S])
 @pytest.mark.parametrize("victim", ["p0", "d0"])
 async def test_a_driver_is_killed_and_comes_back(
     tiny: MakeCheckpoint, tmp_path: Path, victim: str, moments_s: tuple[float, ...]

@@ -197,7 +197,7 @@ async def test_a_worker_fails_before_the_first_byte(tiny: MakeCheckpoint, tmp_pa
             await s.check(right)
 
 
-@pytest.mark.parametrize("role", ["p", "d"])
+@pytest.mark.parametrize("role", [pytest.param("p", marks=pytest.mark.slow), "d"])
 async def test_the_prefill_of_a_failed_attempt_does_not_run_to_its_end(
     tiny: MakeCheckpoint, tmp_path: Path, role: str
 ) -> None:
@@ -259,6 +259,7 @@ async def test_with_failover_the_rest_of_a_broken_stream_comes_from_another_pair
 # ---------------------------------------------------------------------- 7: a failure that repeats
 
 
+@pytest.mark.slow
 async def test_a_failure_that_repeats_costs_no_more_than_its_retries_and_heals(
     tiny: MakeCheckpoint, tmp_path: Path
 ) -> None:
@@ -302,7 +303,8 @@ BAD: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("num_rounds", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rounds", [20])
 async def test_errors_that_are_not_the_workers_put_nobody_out(
     tiny: MakeCheckpoint, tmp_path: Path, num_rounds: int
 ) -> None:
