@@ -72,9 +72,13 @@ def _tell_cluster(options: argparse.Namespace) -> int:
             sys.stderr.write("a cluster has this route if its file says `faults: true`\n")
         return EXIT_FAILED
     said = answer.json()
-    for each in said["instances"].values() if "instances" in said else [said]:
-        sys.stdout.write(_lines_of(each))
-    return EXIT_OK
+    instances: dict[str, Any] = said["instances"] if "instances" in said else {said["instance"]: said}
+    for name, each in instances.items():
+        if "error" in each:
+            sys.stderr.write(f"error: {name}: {each['error']['message']}\n")
+        else:
+            sys.stdout.write(_lines_of(each))
+    return EXIT_FAILED if any("error" in each for each in instances.values()) else EXIT_OK
 
 
 def _lines_of(said: dict[str, Any]) -> str:

@@ -152,6 +152,19 @@ async def test_an_instance_that_does_not_answer_is_not_waited_for() -> None:
     assert (await exchange.end()).status == 503
 
 
+async def test_one_that_is_gone_keeps_nothing_from_the_others() -> None:
+    rig = await Rig.make("p0 p1 d0", has_faults=True)
+    rig.cluster.routes["p0", "/admin/fault"] = never
+    rig.cluster.routes["p1", "/admin/fault"] = raw(503, b'{"error": {"message": "m", "code": "worker_unavailable"}}')
+    rig.cluster.routes["d0", "/admin/fault"] = raw(200, b'{"instance": "d0", "faults": []}')
+    exchange = rig.post({"clear": "all"}, "/admin/fault")
+    await rig.clock.advance(6.0)
+    done = await exchange.end()
+    answers = json.loads(done.body)["instances"]
+    assert (done.status, answers["d0"]) == (200, {"instance": "d0", "faults": []})
+    assert [answers[name]["error"]["code"] for name in ("p0", "p1")] == ["worker_unavailable"] * 2
+
+
 async def test_at_the_balancer_the_operator_s_key_counts_or_the_client_s() -> None:
     off = await Rig.make("p0 d0", keys=Keys(admin=KeyRing([b"chief"])))
     assert (await off.post({}, "/admin/fault", authorization="Bearer chief").end()).status == 404

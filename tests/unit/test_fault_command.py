@@ -72,6 +72,13 @@ def test_what_is_set_is_printed(asked: Asked, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == "p0       -\nd0       slow_step seconds=5.0 rank=1\nd0       spin\n"
 
 
+def test_an_instance_that_is_gone_is_named_beside_the_others(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = {"error": {"message": "connection refused", "code": "worker_unavailable"}}
+    asked.answer = (200, {"instances": {"p0": gone, "d0": {"instance": "d0", "faults": []}}})
+    assert command.main(["clear"]) == 1
+    assert capsys.readouterr() == ("d0       -\n", "error: p0: connection refused\n")
+
+
 def test_how_it_ends_when_it_does_not_work(asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked.answer = (404, {"error": {"code": "unknown_route"}})
     assert command.main(["list"]) == 1
