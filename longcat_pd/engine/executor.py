@@ -8,7 +8,7 @@ wherever they run. Imports no torch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from longcat_pd.clock import HEARTBEAT_S, Clock
@@ -170,16 +170,25 @@ class ProcessExecutor:
         frames = _PLANS.encode(plan)
         for rank in self._roster.ranks:
             try:
-                self._sockets[0].send([rank.identity, *frames])
+                self._to_rank(rank, frames)
             except Unsendable:  # the end of its process, or its silence, will say why
                 logger().warning("plan_not_sent", rank=rank.number, step_id=plan.step_id)
         return outputs
 
     def order(self, order: PlanMessage, rank: int | None) -> None:
-        """Tell a rank, or all, which fault to show: before every plan that comes after. Raises Unsendable."""
+        """Tell a rank, or all, which fault to show: before every plan that comes after. Raises Unsendable for ranks that
+        cannot be told; the others have been.
+        """
+        untold, frames = [], _PLANS.encode(order)
         for each in self._roster.ranks:
-            if rank in (None, each.number):
-                self._sockets[0].send([each.identity, *_PLANS.encode(order)])
+            if rank not in (None, each.number):
+                continue
+            try:
+                self._to_rank(each, frames)
+            except Unsendable:
+                untold.append(each.number)
+        if untold:
+            raise Unsendable(f"ranks {untold} are not there")
 
     def rank_states(self) -> tuple[RankState, ...]:
         """By rank; never waits."""
@@ -192,9 +201,9 @@ class ProcessExecutor:
         self._failure = self._failure or EngineFault("the ranks were stopped")
         self._steps.end(self._failure)
         for rank in self._roster.ranks:
-            if rank.is_routable and self._sockets:
+            if rank.is_routable:
                 try:
-                    self._sockets[0].send([rank.identity, *_PLANS.encode(Stop())])
+                    self._to_rank(rank, _PLANS.encode(Stop()))
                 except Unsendable:
                     logger().debug("stop_not_sent", rank=rank.number)
         await self._processes.stop(grace_s, is_faulty=is_faulty)
@@ -210,6 +219,11 @@ class ProcessExecutor:
             await self._clock.within(START_LIMIT_S, self._came_up.wait())
         except TimeoutError:
             self._fail(RankLost(f"ranks {self._roster.not_ready()} were not ready within {START_LIMIT_S:g} s"))
+
+    def _to_rank(self, rank: RankEntry, frames: Sequence[bytes]) -> None:
+        if not self._sockets:  # before the start and behind the end
+            raise Unsendable(f"nothing is sent to rank {rank.number} now")
+        self._sockets[0].send([rank.identity, *frames])
 
     def _close_sockets(self) -> None:
         for socket in self._sockets:

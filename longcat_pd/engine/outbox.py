@@ -23,13 +23,13 @@ class Outbox:
     """The thread that sends: outputs and events as they come, a heartbeat after a second without any.
 
     Steps compute on another thread, so a long one does not keep it from beating. Every message begins with the identity of
-    the rank. ``admission``: to the sockets of its driver. ``switches``: of the faults that hold up what it says.
+    the rank. ``switches``: of the faults that hold up what it says.
 
     Raises ConfigError for a key file that cannot be read.
     """
 
     def __init__(self, spec: RankSpec, switches: Switches | None = None) -> None:
-        self.admission = admission(spec.instance.cluster_key_file)
+        self._admission = admission(spec.instance.cluster_key_file)
         self._spec = spec
         self._switches = switches
         self._messages: queue.SimpleQueue[RankMessage | None] = queue.SimpleQueue()
@@ -58,7 +58,7 @@ class Outbox:
 
     def _run(self) -> None:
         codec: wire.Codec[RankMessage] = wire.Codec(RankReady, Heartbeat, StepOutput, TransferClosed)
-        plain = wire.BlockingSocket("push", self._spec.output_endpoint, bind=False, admission=self.admission)
+        plain = wire.BlockingSocket("push", self._spec.output_endpoint, bind=False, admission=self._admission)
         socket = plain if self._switches is None else FaultySocket(plain, self._switches)
         while (message := self._next()) is not None:
             try:

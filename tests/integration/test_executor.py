@@ -32,8 +32,10 @@ from longcat_pd.engine.plan import (
     StepOutput,
     StepPlan,
     Stop,
+    plan_codec,
 )
 from longcat_pd.errors import ConfigError, EngineFault, LongcatError, RankLost
+from longcat_pd.faults import FaultOrder
 from longcat_pd.kv_transfer.messages import TransferClosed
 from tests.peers import OPEN
 from tests.ports import free_base
@@ -56,7 +58,7 @@ class FastClock:
 class Rank:
     """One scripted rank. It beats until told not to."""
 
-    PLANS = wire.Codec[PlanMessage](StepPlan, Stop)
+    PLANS = plan_codec()
     MESSAGES = wire.Codec[RankMessage](RankReady, Heartbeat, StepOutput, TransferClosed)
 
     def __init__(self, spec: RankSpec) -> None:
@@ -207,6 +209,23 @@ async def test_a_plan_reaches_all_ranks_and_is_done_with_the_last_answer() -> No
         await r.until(lambda: len(r.closed) == 1)
         assert r.executor.rank_states()[1].accounts.blocks_total == 8
     assert r.failures == [] and r.processes.calls == ["start", "stop"]
+
+
+async def test_an_order_reaches_all_ranks_that_are_there() -> None:
+    order = FaultOrder(clear="spin")
+    async with rig(3) as r:
+        with pytest.raises(wire.Unsendable, match=r"ranks \[0, 1, 2\]"):  # nothing listens yet
+            r.executor.order(order, None)
+        await r.start()
+        r.ranks[0].plans.close()
+        await asyncio.sleep(0.2)
+        with pytest.raises(wire.Unsendable, match=r"ranks \[0\]"):
+            r.executor.order(order, None)
+        r.executor.order(order, 2)
+        assert [await r.ranks[1].hear(), await r.ranks[2].hear(), await r.ranks[2].hear()] == [order] * 3
+        await r.executor.close()
+        with pytest.raises(wire.Unsendable, match=r"ranks \[1\]"):
+            r.executor.order(order, 1)
 
 
 async def test_ranks_are_told_to_stop() -> None:
