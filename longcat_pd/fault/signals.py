@@ -41,7 +41,7 @@ def find(config: str, instance: str, rank: int | None) -> int:
     if rank is None:
         return driver
     ranks = ranks_of(driver)
-    if rank >= len(ranks):
+    if not 0 <= rank < len(ranks):
         raise ConfigError(f"rank={rank}: {instance} has {len(ranks)} rank processes on this machine", param="rank")
     return ranks[rank]
 

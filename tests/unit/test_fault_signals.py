@@ -93,6 +93,7 @@ def test_who_is_not_there_is_named(cluster: tuple[Path, int, list[int]], capsys:
         ("d1", None, "instance=d1: not a service of .*; known: d0, p0, balancer"),
         ("p0", None, "p0: no process of this user listens at 127"),
         ("d0", 2, "rank=2: d0 has 2 rank processes on this machine"),
+        ("d0", -1, "rank=-1: d0 has 2 rank processes on this machine"),
     ):
         with pytest.raises(ConfigError, match=said):
             find(str(path), instance, rank)
