@@ -142,7 +142,7 @@ class Relay:
     async def _pass(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: Direction, connection: _Connection
     ) -> None:
-        passed = 0
+        passed, has_stalled = 0, False
         with contextlib.suppress(ConnectionError):  # of either side: the other one sees its end
             while data := await reader.read(_PIECE_BYTES):
                 faults = self._faults
@@ -157,7 +157,8 @@ class Relay:
                     await writer.drain()
                     connection.cut(resets=faults.resets)
                     return
-                if faults.stall_after is not None and passed + len(data) > faults.stall_after:
+                if faults.stall_after is not None and passed + len(data) > faults.stall_after and not has_stalled:
+                    has_stalled = True
                     self.stall()
                     await self._flowing.wait()
                 passed += len(data)

@@ -91,6 +91,22 @@ async def test_a_stall_holds_up_until_it_flows() -> None:
         client.writer.close()
 
 
+async def test_a_stall_behind_so_many_bytes_is_over_when_it_flows() -> None:
+    faults = RelayFaults(direction="to", stall_after=5)
+    async with echo() as port, relaying(("127.0.0.1", port), faults=faults) as relay:
+        client = await Client.of(relay)
+        await client.say(b"hello")
+        assert await client.hears(5) == b"hello"
+        await client.say(b"again")
+        with pytest.raises(TimeoutError):
+            await client.hears(5, 0.2)
+        relay.flow()
+        assert await client.hears(5) == b"again"
+        await client.say(b"and on")
+        assert await client.hears(6) == b"and on"
+        client.writer.close()
+
+
 @pytest.mark.parametrize("direction", ["to", "from"])
 async def test_a_fault_of_one_way_leaves_the_other_alone(direction: str) -> None:
     heard = asyncio.Event()
