@@ -342,6 +342,8 @@ class Offers:
         ids = unpack(offer.token_ids)
         if min(ids) < 0 or max(ids) >= self.limits.vocab_size or offer.max_tokens < 1:
             return "ids outside the vocabulary, or nothing to be answered"
+        if not 0 <= offer.num_said < len(ids):
+            return f"{offer.num_said} of {len(ids)} ids belong to the answer"
         return ""
 
     def _told(self, peer: _Peer, message: ControlMessage) -> None:

@@ -182,13 +182,14 @@ def _with(grant: Grant, changes: dict[str, Any]) -> Grant:
     return Grant(**(values | changes))
 
 
-async def test_an_offer_of_no_ids_is_refused() -> None:
+async def test_an_offer_that_can_mean_nothing_is_refused() -> None:
     async with pair() as p:
         known = p.p_hello.incarnation.encode()
-        for number, ids in enumerate((b"", b"\1\0\0", b"\xff\xff\xff\xff", pack([1 << 17]))):
+        ids_and_said = ((b"", 0), (b"\1\0\0", 0), (pack([-1]), 0), (pack([1 << 17]), 0), (pack([1]), 1), (pack([1]), -1))
+        for number, (ids, num_said) in enumerate(ids_and_said):
             offer = Offer(
                 transfer_id=f"t{number}", request_id="r", incarnation="p0-life", token_ids=ids, max_tokens=1, seed=1,
-                deadline_ms=5000,
+                deadline_ms=5000, num_said=num_said,
             )  # fmt: skip
             p.router.inbox.put_nowait([known, *CONTROL.encode(offer)])
             await settle()
