@@ -106,6 +106,10 @@ def refused() -> Exception:
     return httpx.ConnectError("refused")
 
 
+def unreached() -> Exception:
+    return httpx.ConnectTimeout("no answer")
+
+
 def reset() -> Exception:
     return httpx.ReadError("reset")
 

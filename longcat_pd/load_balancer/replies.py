@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast, get_args
 
 from longcat_pd.errors import BadWorkerAnswer, Cause, LongcatError, ServiceError
-from longcat_pd.load_balancer.workers import Reply, WorkerCut, WorkerRefused, parse_object
+from longcat_pd.load_balancer.workers import Reply, WorkerCut, WorkerRefused, WorkerUnreached, parse_object
 from longcat_pd.server.errors import error_headers
 
 _SERVICE = {code: kind for kind in ServiceError.__subclasses__() for code in kind.codes}
@@ -51,8 +51,8 @@ class Failure:
 
     @property
     def is_refusal(self) -> bool:
-        """Whether nobody listens where the worker should be."""
-        return isinstance(self.error, WorkerRefused)
+        """Whether nobody is where the worker should be: the connection was refused, or could not be made in time."""
+        return isinstance(self.error, WorkerRefused | WorkerUnreached)
 
     @property
     def is_death(self) -> bool:

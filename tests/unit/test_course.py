@@ -32,6 +32,7 @@ from tests.balancer_rig import (
     reset,
     said,
     stream,
+    unreached,
     whole,
 )
 from tests.manual_clock import settle
@@ -603,13 +604,14 @@ async def test_a_prefill_instance_that_refuses_a_resumed_answer_tells_the_break_
     assert outcomes(rig) == {"failed": 1}
 
 
+@pytest.mark.parametrize("how", [refused, unreached])
 @pytest.mark.parametrize("at", ["p0", "d1"])
-async def test_a_pair_that_refuses_the_connection_is_not_there(at: str) -> None:
+async def test_a_pair_that_refuses_the_connection_is_not_there(at: str, how: Callable[[], Exception]) -> None:
     rig = await Rig.make("p0 p1 d0 d1 d2")
     rig.script(p0=prefilled, d0=stream(origin() + GROUPS[0], 1.0, reset, clock=rig.clock), d1=going_on, d2=going_on)
     exchange = rig.post(STREAMED)
     await rig.clock.advance(0.5)
-    rig.script(**{"d1": never, at: raises(refused)})
+    rig.script(**{"d1": never, at: raises(how)})
     with rig.means.pool.leg(rig.means.pool.instances["p1"], 10_000):
         await rig.clock.advance(0.5)
     await ended(rig, exchange, within_s=0)
