@@ -5,6 +5,7 @@ Of the cluster's file the first key counts on the sockets between its processes;
 
 from __future__ import annotations
 
+import codecs
 from collections import Counter
 from pathlib import Path
 
@@ -16,13 +17,23 @@ from longcat_pd.log import logger
 def read_keys(path: str) -> tuple[bytes, ...]:
     """The keys of a file, the first one first. Raises ConfigError: not readable, or without a key."""
     try:
-        lines = Path(path).read_bytes().splitlines()
+        lines = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
     except OSError as error:
         raise ConfigError(f"key file {path}: {error.strerror}") from None
     keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:
         raise ConfigError(f"key file {path} holds no key")
     return keys
+
+
+def read_cluster_keys(path: str) -> tuple[str, ...]:
+    """The keys of a cluster's file; the first one travels in a header of HTTP too. Raises ConfigError, as ``read_keys``,
+    and for one that no header can hold."""
+    keys = read_keys(path)
+    for number, key in enumerate(keys, 1):
+        if not all(0x20 <= byte <= 0x7E for byte in key):
+            raise ConfigError(f"key file {path}: key {number} of {len(keys)} is not printable ASCII, as a header has to be")
+    return tuple(key.decode("ascii") for key in keys)
 
 
 def admission(key_file: str | None) -> Admission:
@@ -37,6 +48,7 @@ def admission(key_file: str | None) -> Admission:
             logger().warning("peer_refused", at=endpoint, reason=reason, count=count)
 
     try:
-        return Admission(seal=None if key_file is None else Seal.of(read_keys(key_file)[0]), tell=tell)
+        seal = None if key_file is None else Seal.of(read_cluster_keys(key_file)[0].encode())
+        return Admission(seal=seal, tell=tell)
     except CurveMissing:
         raise ConfigError("cluster_key_file: the ZeroMQ library of this machine was built without CURVE") from None

@@ -10,11 +10,11 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
 
+from longcat_pd.config.keys import read_keys
 from longcat_pd.config.resolve import unresolved
 from longcat_pd.config.services import balancer_url
 from longcat_pd.errors import ConfigError
@@ -60,7 +60,7 @@ def _tell_cluster(options: argparse.Namespace) -> int:
         if options.instance is None:
             raise ConfigError("--instance is needed: whose fault it is")
     url = balancer_url(unresolved(options.config)) if options.config is not None else options.url
-    key = {"authorization": f"Bearer {_first_line(options.key_file)}"} if options.key_file is not None else {}
+    key = {} if options.key_file is None else {b"authorization": b"Bearer " + read_keys(options.key_file)[0]}
     try:
         answer = httpx.post(f"{url}/admin/fault", json=told, headers=key, timeout=_ANSWER_S, trust_env=False)
     except httpx.TransportError as error:
@@ -85,13 +85,6 @@ def _lines_of(said: dict[str, Any]) -> str:
     """What is set at one instance."""
     faults = [" ".join([f.pop("name"), *(f"{key}={value}" for key, value in f.items())]) for f in said["faults"]]
     return "".join(f"{said['instance']:<8} {line}\n" for line in faults or ["-"])
-
-
-def _first_line(path: str) -> str:
-    try:
-        return next(line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip())
-    except (OSError, StopIteration) as error:
-        raise ConfigError(f"--key-file {path}: cannot be read, or holds no key", param="key-file") from error
 
 
 def _signal(options: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fastapi.requests import HTTPConnection
 
-from longcat_pd.config.keys import read_keys
+from longcat_pd.config.keys import read_cluster_keys
 from longcat_pd.config.schema import LoadBalancerConfig
 from longcat_pd.load_balancer.attempt import Means
 from longcat_pd.load_balancer.overview import Overview, Probe, Served
@@ -83,4 +83,4 @@ class Face:
 
 def first_key(path: str) -> str:
     """The key that the balancer shows to workers, which read the same file. Raises ConfigError."""
-    return read_keys(path)[0].decode()
+    return read_cluster_keys(path)[0]

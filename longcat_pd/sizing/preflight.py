@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longcat_pd.config.checks import PortUse, ports_of
-from longcat_pd.config.keys import read_keys
+from longcat_pd.config.keys import read_cluster_keys
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.resolve import compile_cache
 from longcat_pd.config.schema import InstanceSpec, ParallelConfig
@@ -159,7 +159,7 @@ def key_findings(spec: InstanceSpec) -> Iterator[str]:
     """Refusal where this machine lacks the key file of the cluster."""
     if spec.cluster_key_file is not None:
         try:
-            read_keys(spec.cluster_key_file)
+            read_cluster_keys(spec.cluster_key_file)
         except ConfigError as error:
             yield f"cluster_key_file={spec.cluster_key_file}: {error.message}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import io
 import os
 import socket
@@ -212,10 +213,15 @@ def test_the_key_is_that_of_the_first_line_and_nobody_sees_it(tmp_path: Path) ->
     assert seal == Seal.of(b"first-key") != Seal.of(b"second")
     assert seal is not None and seal.secret.decode() not in repr(seal) and b"first" not in seal.public
     assert replace(seal, secret=b"x").public == seal.public
+    file.write_bytes(codecs.BOM_UTF8 + b"first-key\r\n")  # as an editor on another system leaves it
+    assert admission(str(file)).seal == seal
     assert OPEN.seal is None
 
 
-@pytest.mark.parametrize(("content", "words"), [(None, "No such file"), (b"\n \n", "holds no key")])
+UNSENDABLE = [(f"old\n{key}\n".encode(), "key 2 of 2 is not printable ASCII") for key in ("schlüssel", "a\0b", "a\x7f")]
+
+
+@pytest.mark.parametrize(("content", "words"), [(None, "No such file"), (b"\n \n", "holds no key"), *UNSENDABLE])
 def test_a_file_without_a_key_is_refused(tmp_path: Path, content: bytes | None, words: str) -> None:
     file = tmp_path / "keys"
     if content is not None:

@@ -19,12 +19,13 @@ class Asked:
     """Stands in for the network. ``answer``: status and body of each."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[tuple[str, Any, dict[str, str]]] = []
+        self.calls: list[tuple[str, Any, dict[bytes, bytes]]] = []
         self.answer: tuple[int, Any] | httpx.TransportError = (200, {"instance": "d0", "faults": []})
         monkeypatch.setattr(httpx, "post", self._post)
 
-    def _post(self, url: str, *, json: Any, headers: dict[str, str], **options: Any) -> httpx.Response:
+    def _post(self, url: str, *, json: Any, headers: dict[bytes, bytes], **options: Any) -> httpx.Response:
         assert options["trust_env"] is False and options["timeout"] > 0
+        httpx.Request("POST", url, headers=headers)  # which can be sent
         self.calls.append((url, json, headers))
         if isinstance(self.answer, httpx.TransportError):
             raise self.answer
@@ -44,13 +45,13 @@ def test_a_switch_with_its_parameters_before_and_behind_it(asked: Asked, tmp_pat
     ):
         assert command.main(arguments.split()) == 0
     assert asked.calls == [("http://h:1/admin/fault", told, {})] * 2
-    (tmp_path / "key").write_text("\nchief\n")
+    (tmp_path / "key").write_bytes("\nchéf\n".encode())
     assert command.main(["--key-file", str(tmp_path / "key"), "clear"]) == 0
     assert command.main(["clear", "lane_stall", "--instance", "p0"]) == 0
     assert command.main(["list"]) == 0
     url = "http://127.0.0.1:8081/admin/fault"
     assert asked.calls[2:] == [
-        (url, {"clear": "all"}, {"authorization": "Bearer chief"}),
+        (url, {"clear": "all"}, {b"authorization": "Bearer chéf".encode()}),
         (url, {"instance": "p0", "clear": "lane_stall"}, {}),
         (url, {}, {}),
     ]
