@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast, get_args
 
-from longcat_pd.errors import BadWorkerAnswer, Cause, LongcatError, ServiceError
+from longcat_pd.errors import BadWorkerAnswer, Cause, InvalidRequest, LongcatError, ServiceError
 from longcat_pd.load_balancer.workers import Reply, WorkerCut, WorkerRefused, WorkerUnreached, parse_object
 from longcat_pd.server.errors import error_headers
 
@@ -109,7 +109,7 @@ def _error_object(value: Mapping[str, Any], *, status: int | None, body: bytes) 
         raise BadWorkerAnswer(f"a worker refused the balancer's call: {code}")
     kind = _SERVICE.get(code)
     if status is None:
-        status = kind.status if kind is not None else 500
+        status = kind.status if kind is not None else InvalidRequest.status if code in InvalidRequest.codes else 500
     cause: Cause = "load" if code in _LOAD else "client" if status < 500 else "self"
     return Failure(
         cause=cause,

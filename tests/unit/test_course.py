@@ -781,6 +781,18 @@ async def test_a_whole_answer_that_cannot_be_finished_is_a_status() -> None:
     assert outcomes(rig) == {"failed": 1}
 
 
+@pytest.mark.parametrize("body", [BODY, STREAMED], ids=["whole", "stream"])
+async def test_what_no_worker_could_do_is_the_clients_also_behind_the_first_token(body: Any) -> None:
+    """As a grammar that gets too large in mid-answer: the status of any bad request, and nothing against the instance."""
+    rig = await Rig.make("p0 d0 d1")
+    begun = EARLY + said(11) + b"\n" if body is BODY else origin() + GROUPS[0]
+    rig.script(d0=stream(begun, event_of("unsupported_parameter")))
+    answer = await ended(rig, rig.post(body))
+    assert answer.status == (400 if body is BODY else 200)
+    assert (answer.error if body is BODY else last_error(answer))["code"] == "unsupported_parameter"
+    assert len(rig.cluster.calls) == 2 and not any(i.breaker._failures for i in rig.means.pool.instances.values())
+
+
 @pytest.mark.parametrize(
     "script",
     [
