@@ -20,16 +20,43 @@ from longcat_pd.config.services import balancer_url
 from longcat_pd.errors import ConfigError
 from longcat_pd.fault.relay import HERE, Direction, RelayFaults, relaying
 from longcat_pd.fault.signals import SIGNALS, find
-from longcat_pd.faults import RECORDS, SWITCHES, Switch
+from longcat_pd.faults import LONGEST_S, MOST, RECORDS, SWITCHES, Switch
 
 EXIT_OK, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
 DEFAULT_URL = "http://127.0.0.1:8081"
 _ANSWER_S = 10.0
+_LAST_PORT = 65535
+
+
+def _seconds(text: str) -> float:
+    """Raises ArgumentTypeError."""
+    value = float(text)
+    if not 0 <= value <= LONGEST_S:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to {LONGEST_S:g}")
+    return value
+
+
+def _number(text: str, most: int = MOST) -> int:
+    """Raises ArgumentTypeError."""
+    value = int(text)
+    if not 0 <= value <= most:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to {most}")
+    return value
+
+
+def _bytes(text: str) -> int:
+    return _number(text, 1 << 50)
+
+
+def _port(text: str) -> int:
+    return _number(text, _LAST_PORT)
+
+
 _PARAMETERS: dict[str, dict[str, Any]] = {
-    "seconds": {"type": float, "help": "how much longer, or how long it stays (0: until it is cleared)"},
-    "after": {"type": int, "metavar": "N", "help": "so many occasions pass first"},
-    "times": {"type": int, "metavar": "N", "help": "it strikes so often (default 1; 0: always)"},
-    "layer": {"type": int, "metavar": "N", "help": "of the model (default: any)"},
+    "seconds": {"type": _seconds, "help": "how much longer, or how long it stays (0: until it is cleared)"},
+    "after": {"type": _number, "metavar": "N", "help": "so many occasions pass first"},
+    "times": {"type": _number, "metavar": "N", "help": "it strikes so often (default 1; 0: always)"},
+    "layer": {"type": _number, "metavar": "N", "help": "of the model (default: any)"},
     "record": {"choices": RECORDS, "help": "which records"},
 }
 
@@ -63,7 +90,7 @@ def _tell_cluster(options: argparse.Namespace) -> int:
     key = {} if options.key_file is None else {b"authorization": b"Bearer " + read_keys(options.key_file)[0]}
     try:
         answer = httpx.post(f"{url}/admin/fault", json=told, headers=key, timeout=_ANSWER_S, trust_env=False)
-    except httpx.TransportError as error:
+    except (httpx.TransportError, httpx.InvalidURL) as error:
         sys.stderr.write(f"error: {url} does not answer: {error}\n")
         return EXIT_FAILED
     if answer.status_code != httpx.codes.OK:
@@ -107,7 +134,7 @@ async def _relay(options: argparse.Namespace) -> int:
         resets=options.reset,
     )
     host, _, port = options.to.rpartition(":")
-    if not port.isdecimal():
+    if not port.isdecimal() or int(port) > _LAST_PORT:
         raise ConfigError(f"--to {options.to}: must be HOST:PORT", param="to")
     try:
         async with relaying((host.strip("[]"), int(port)), port=options.listen, faults=faults) as relay:
@@ -142,7 +169,9 @@ def _common(parser: argparse.ArgumentParser, *, default: Any) -> dict[str, Any]:
     parser.add_argument("--config", default=default, metavar="CLUSTER_YAML", help="in place of --url")
     parser.add_argument("--key-file", default=default, metavar="FILE", help="with the operator's key, if there is one")
     parser.add_argument("--instance", default=default, metavar="NAME", help="whose process; for signals also balancer")
-    parser.add_argument("--rank", type=int, default=default, metavar="K", help="of which (default: all; for signals: none)")
+    parser.add_argument(
+        "--rank", type=_number, default=default, metavar="K", help="of which (default: all; for signals: none)"
+    )
     return {"url": DEFAULT_URL}
 
 
@@ -153,11 +182,11 @@ def _add_switch(parser: argparse.ArgumentParser, switch: Switch) -> None:
 
 
 def _add_relay(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--listen", type=int, default=0, metavar="PORT", help="on loopback (default: a free one)")
+    parser.add_argument("--listen", type=_port, default=0, metavar="PORT", help="on loopback (default: a free one)")
     parser.add_argument("--to", required=True, metavar="HOST:PORT", help="of loopback")
-    parser.add_argument("--delay", type=float, default=0.0, metavar="SECONDS", help="of each piece")
+    parser.add_argument("--delay", type=_seconds, default=0.0, metavar="SECONDS", help="of each piece")
     parser.add_argument("--stall", action="store_true", help="nothing passes")
-    parser.add_argument("--stall-after-bytes", type=int, metavar="N", help="then nothing passes")
-    parser.add_argument("--cut-after-bytes", type=int, metavar="N", help="of each connection, which ends then")
+    parser.add_argument("--stall-after-bytes", type=_bytes, metavar="N", help="then nothing passes")
+    parser.add_argument("--cut-after-bytes", type=_bytes, metavar="N", help="of each connection, which ends then")
     parser.add_argument("--reset", action="store_true", help="a cut is a reset")
     parser.add_argument("--direction", choices=("to", "from", "both"), default="both", help="which way the faults are")

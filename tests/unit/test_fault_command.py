@@ -20,14 +20,14 @@ class Asked:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, Any, dict[bytes, bytes]]] = []
-        self.answer: tuple[int, Any] | httpx.TransportError = (200, {"instance": "d0", "faults": []})
+        self.answer: tuple[int, Any] | httpx.TransportError | httpx.InvalidURL = (200, {"instance": "d0", "faults": []})
         monkeypatch.setattr(httpx, "post", self._post)
 
     def _post(self, url: str, *, json: Any, headers: dict[bytes, bytes], **options: Any) -> httpx.Response:
         assert options["trust_env"] is False and options["timeout"] > 0
         httpx.Request("POST", url, headers=headers)  # which can be sent
         self.calls.append((url, json, headers))
-        if isinstance(self.answer, httpx.TransportError):
+        if isinstance(self.answer, Exception):
             raise self.answer
         return httpx.Response(self.answer[0], json=self.answer[1])
 
@@ -87,6 +87,8 @@ def test_how_it_ends_when_it_does_not_work(asked: Asked, tmp_path: Path, capsys:
     asked.answer = httpx.ConnectError("refused")
     assert command.main(["list"]) == 1
     assert "http://127.0.0.1:8081 does not answer: refused" in capsys.readouterr().err
+    asked.answer = httpx.InvalidURL("Invalid port: ':1'")
+    assert command.main(["list"]) == 1
     num_calls = len(asked.calls)
     assert command.main(["spin"]) == 2
     assert "--instance is needed" in capsys.readouterr().err
@@ -94,7 +96,17 @@ def test_how_it_ends_when_it_does_not_work(asked: Asked, tmp_path: Path, capsys:
     assert command.main(["list", "--config", str(tmp_path / "none.yaml")]) == 2
     assert command.main(["relay", "--to", "nowhere"]) == 2
     assert command.main(["relay", "--to", "192.0.2.1:80"]) == 2
-    for wrong in (["slow_step"], ["drop_record", "--record", "Hi"], ["spin", "--layer", "1"], ["explode"], []):
+    assert command.main(["relay", "--to", "127.0.0.1:65536"]) == 2
+    for wrong in (
+        *(["slow_step", "--instance", "d0", "--seconds", seconds] for seconds in ("nan", "inf", "-1", "1e9", "x")),
+        *(["relay", "--to", "127.0.0.1:9", *more] for more in (["--listen", "65536"], ["--delay", "nan"])),
+        ["kill", "--instance", "d0", "--rank", "-1"],
+        ["slow_step"],
+        ["drop_record", "--record", "Hi"],
+        ["spin", "--layer", "1"],
+        ["explode"],
+        [],
+    ):
         with pytest.raises(SystemExit) as ended:
             command.main(wrong)
         assert ended.value.code == 2
