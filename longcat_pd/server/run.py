@@ -6,6 +6,7 @@ Owns uvicorn and the signals of the process. Knows an instance only as something
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ STATUS_OK, STATUS_FAULT, STATUS_REFUSED, STATUS_CUT = 0, 1, 2, 3
 
 LAST_BYTES_S = 2.0  # for errors on their way to clients, when everything else has ended
 _BACKLOG = 2048
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Instance(Protocol):
@@ -85,6 +87,7 @@ async def serve_app(
         server_header=False,
         timeout_graceful_shutdown=int(LAST_BYTES_S),
     )
+    asyncio.get_running_loop().set_exception_handler(Unaccepted())
     with Signals() as signals:
         face = _Face(config)
         serving = asyncio.get_running_loop().create_task(face.serve(sockets=[listener]))
@@ -104,6 +107,25 @@ class _Face(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Signals are not uvicorn's."""
         yield
+
+
+class Unaccepted:
+    """The event loop's handler of exceptions: a connection that cannot be taken, as all files of the process are in use, is
+    told of the 1st, 2nd, 4th, 8th ... time; asyncio would write a trace for each, thousands a second. It tells of the rest.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """As ``loop.set_exception_handler`` has it."""
+        error = context.get("exception")
+        if "socket" not in context or not isinstance(error, OSError) or error.errno not in _NO_ROOM:
+            loop.default_exception_handler(context)
+            return
+        self._count += 1
+        if self._count & (self._count - 1) == 0:
+            logger().warning("connection_not_taken", reason=error.strerror, count=self._count)
 
 
 class Signals:

@@ -6,8 +6,11 @@ The face listens on a port of its own; the signals are this process's own.
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,6 +18,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from longcat_pd import log
 from longcat_pd.clock import MonotonicClock
 from longcat_pd.errors import ConfigError, EngineFault, LongcatError, RankLost
 from longcat_pd.server import run
@@ -180,3 +184,42 @@ async def test_the_instance_is_closed_also_after_a_defect() -> None:
         with pytest.raises(OSError, match="no more processes"):
             await s.status()
         assert s.instance.is_closed, "or its ranks would hold up the end of the process for ever"
+
+
+class Full(socket.socket):
+    """Of a process whose files are all in use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_tried = asyncio.Event()
+
+    def accept(self) -> NoReturn:
+        self.was_tried.set()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+async def test_connections_that_cannot_be_taken_do_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """asyncio tries 2048 times in a row, with a trace for each."""
+    out = io.StringIO()
+    log.set_up(stream=out)
+    with Full() as listener, socket.socket() as stranger:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.setblocking(False)
+        serving = asyncio.ensure_future(
+            run.serve_app(no_app, listener, Instance(), gate=Gate(), drain_timeout_s=1.0, clock=MonotonicClock())
+        )
+        stranger.connect(listener.getsockname())
+        await asyncio.wait_for(listener.was_tried.wait(), 10)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await serving == run.STATUS_OK
+    lines = [line for line in out.getvalue().splitlines() if "connection_not_taken" in line]
+    assert lines[0].endswith('reason="Too many open files" count=1') and 1 < len(lines) < 20
+    assert "Traceback" not in out.getvalue() and not caplog.records
+
+
+async def test_what_else_goes_wrong_in_the_loop_is_told_by_asyncio(caplog: pytest.LogCaptureFixture) -> None:
+    run.Unaccepted()(asyncio.get_running_loop(), {"message": "a task", "exception": ValueError("a defect")})
+    assert "a defect" in caplog.text
