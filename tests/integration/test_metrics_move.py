@@ -15,7 +15,7 @@ from tests.parity.conftest import MakeCheckpoint
 from tests.topology import Topology, cluster_file, pools, standalone
 
 # moved by workers that fail, which is shown with scripted ones, and by those that compile (test_soak.py)
-BY_OTHERS = {"longcat_pd_breaker_open", "longcat_pd_retries", "longcat_pd_compilations"}
+BY_OTHERS = {"longcat_pd_breaker_open", "longcat_pd_retries", "longcat_pd_failovers", "longcat_pd_compilations"}
 # draining is shown with the pools
 WITHOUT_PEERS = {"longcat_pd_transfer_seconds", "longcat_pd_draining", "longcat_pd_compilations"}
 COMPLETIONS = "/v1/completions"
