@@ -15,10 +15,8 @@ from tests.parity.conftest import MakeCheckpoint
 
 QUICK: tuple[tuple[Kind, Phase, bool], ...] = (
     ("decode", "decoding", True),
-    ("decode last rank", "ending", False),
     ("decode first rank", "queued", True),
     ("prefill", "committed", False),
-    ("prefill first rank", "prefilling", True),
     ("balancer", "transferring", True),
 )
 
