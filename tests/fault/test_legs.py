@@ -25,6 +25,7 @@ from tests.topology import Topology, another_balancer, cluster_file, pools
 
 T = TypeVar("T")
 LONG, NUM_GOOD = 40, 2  # tokens of an answer that breaks, and events of it that pass
+NUM_ROUNDS = 20
 
 PROMPT = list(range(100, 120))
 SLOW = list(range(100, 100 + min(SLOW_S)))  # seven chunks of 0.3 s
@@ -304,17 +305,14 @@ BAD: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_rounds", [20])
-async def test_errors_that_are_not_the_workers_put_nobody_out(
-    tiny: MakeCheckpoint, tmp_path: Path, num_rounds: int
-) -> None:
+async def test_errors_that_are_not_the_workers_put_nobody_out(tiny: MakeCheckpoint, tmp_path: Path) -> None:
     """Each round: 40 bad ones, and 10 at once of which one is running, one waits and some are more than may be open."""
     narrow = {"max_num_seqs": 1, "max_queued_requests": 1}
     async with site(tiny("2.0"), tmp_path, balancer={"max_inflight": 8}, prefill_engine=narrow, decode_engine=narrow) as s:
         _, right, _ = await s.ask(is_streamed=False)
         assert isinstance(right, list)
         found: dict[int, int] = {}
-        for number in range(num_rounds):
+        for number in range(NUM_ROUNDS):
             for start in range(0, 40, 5):
                 asked = [s.ask(is_streamed=False, **BAD[(start + i + number) % len(BAD)]) for i in range(5)]
                 for status, code, _ in await asyncio.gather(*asked):
