@@ -119,6 +119,7 @@ class Attempt:
         await self._pieces.aclose()
         for counted in self._counted:
             counted.close()
+        del self._tasks  # what they ended with holds their frames, and so this object
 
     async def first(self) -> Piece:
         """D's first piece: from here on this attempt is the answer. Raises LegFailed with the cause, not with its echo.

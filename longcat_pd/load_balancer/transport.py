@@ -15,10 +15,12 @@ import httptools
 import httpx
 
 from longcat_pd.clock import KEEPALIVE_IDLE_S, KEEPALIVE_PROBE_S, KEEPALIVE_PROBES
+from longcat_pd.server.reads import CopiedReads
 
 _READ_AHEAD_BYTES = 1 << 16  # of an answer that nobody takes: beyond it the worker has to wait
 
 Address = tuple[str, int]
+_Failure = tuple[type[httpx.TransportError], str]  # an exception would hold the frames that it went through, and they it
 
 
 class WorkerTransport(httpx.AsyncBaseTransport):
@@ -94,7 +96,7 @@ class _Body(httpx.AsyncByteStream):
             self._owner.give_back(self._address, connection)
 
 
-class _Connection(asyncio.Protocol):
+class _Connection(CopiedReads):
     """One socket, one call at a time. The parser calls the methods that begin with ``on_``."""
 
     def __init__(self) -> None:
@@ -104,11 +106,11 @@ class _Connection(asyncio.Protocol):
         self.has_head = False
         self._is_complete = True
         self._keeps_alive = True
-        self._failure: httpx.TransportError | None = None
+        self._failure: _Failure | None = None
         self._chunks: deque[bytes] = deque()
         self._num_waiting = 0  # bytes in ``_chunks``
         self._news = asyncio.Event()
-        self._parser: httptools.HttpResponseParser
+        self._parser: httptools.HttpResponseParser | None = None  # knows this object; goes with the socket
         self._socket: asyncio.Transport | None = None
 
     @property
@@ -139,21 +141,22 @@ class _Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """End it, also with something unsent, and also while it is being made."""
-        self._abort(httpx.ReadError("closed by this side"))
+        self._abort(httpx.ReadError, "closed by this side")
 
     async def _next_news(self) -> None:
         if self._failure is not None:
-            raise self._failure
+            kind, what = self._failure
+            raise kind(what)
         await self._news.wait()
         self._news.clear()
 
-    def _abort(self, error: httpx.TransportError) -> None:
-        self._fail(error)
+    def _abort(self, kind: type[httpx.TransportError], what: str) -> None:
+        self._fail(kind, what)
         if self._socket is not None:
             self._socket.abort()
 
-    def _fail(self, error: httpx.TransportError) -> None:
-        self._failure = self._failure or error
+    def _fail(self, kind: type[httpx.TransportError], what: str) -> None:
+        self._failure = self._failure or (kind, what)
         self._news.set()
 
     # -- asyncio.Protocol ------------------------------------------------------------------------------------------
@@ -167,18 +170,21 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._is_complete:
-            self._abort(httpx.RemoteProtocolError("an answer without a question"))
+            self._abort(httpx.RemoteProtocolError, "an answer without a question")
             return
+        assert self._parser is not None, "bytes come while there is a socket"
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._abort(httpx.RemoteProtocolError(f"not HTTP: {error}"))
+            self._abort(httpx.RemoteProtocolError, f"not HTTP: {error}")
         if self._num_waiting > _READ_AHEAD_BYTES and self._socket is not None:
             self._socket.pause_reading()
         self._news.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._fail(httpx.ReadError("the connection ended" if exc is None else f"the connection broke: {exc}"))
+        super().connection_lost(exc)
+        self._fail(httpx.ReadError, "the connection ended" if exc is None else f"the connection broke: {exc}")
+        self._parser = None
 
     # -- httptools -------------------------------------------------------------------------------------------------
 
@@ -190,6 +196,7 @@ class _Connection(asyncio.Protocol):
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        assert self._parser is not None, "it is what calls"
         self.status = self._parser.get_status_code()
         self.has_head = True
 
@@ -198,6 +205,7 @@ class _Connection(asyncio.Protocol):
         self._num_waiting += len(body)
 
     def on_message_complete(self) -> None:
+        assert self._parser is not None, "it is what calls"
         self._keeps_alive = self._keeps_alive and self._parser.should_keep_alive()
         self._is_complete = True
 

@@ -114,6 +114,7 @@ class Workers:
             yield Incoming(worker=worker, status=response.status_code, headers=response.headers, response=response)
         finally:
             await response.aclose()
+            response.stream = httpx.ByteStream(b"")  # the one it had knows it: neither would go before the collector comes
 
     async def fetch(self, url: str, *, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> Reply:
         """The whole answer to a GET, or to a POST if there is a body. Raises WorkerUnavailable."""

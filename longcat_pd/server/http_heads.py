@@ -9,11 +9,13 @@ import asyncio
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from longcat_pd.server.reads import CopiedReads
+
 HEAD_BYTES = 64 << 10  # and what comes with one read; also of what stands behind a body and is none
 HEAD_S = 30.0
 
 
-class BoundedHeads(HttpToolsProtocol):
+class BoundedHeads(CopiedReads, HttpToolsProtocol):  # type: ignore[misc]
     """One connection. A head that is too long is answered with 400; one that does not come has its connection closed."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -30,7 +32,7 @@ class BoundedHeads(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come, a few hundred thousand at most."""
+        """Bytes have come, of one read."""
         self._has_moved = False
         super().data_received(data)
         self._num_waiting = 0 if self._has_moved else self._num_waiting + len(data)

@@ -35,11 +35,13 @@ async def merged(
             async for item in source:
                 queue.put_nowait(item)
 
+    def expire() -> None:
+        queue.put_nowait(DeadlineExceeded("the time limit of the request is over"))
+
     tasks = [asyncio.ensure_future(pump(source)) for source in sources]
     for task in tasks:
         task.add_done_callback(queue.put_nowait)
-    expired = DeadlineExceeded("the time limit of the request is over")
-    timer = asyncio.get_running_loop().call_later(max(time_left_s, 0.0), queue.put_nowait, expired)
+    timer = asyncio.get_running_loop().call_later(max(time_left_s, 0.0), expire)
     num_running = len(tasks)
     cuts.append(queue.put_nowait)
     try:
@@ -58,3 +60,5 @@ async def merged(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        while not queue.empty():  # of tasks whose exceptions hold frames that know the queue
+            queue.get_nowait()
