@@ -55,8 +55,10 @@ class Proxy:
             await self._until_cut(call, client, progress=progress, gone=gone, cuts=cuts)
         except LegFailed as failed:
             progress.failure, progress.failed_at = failed.failure, failed.instance.name
+            failed.__traceback__ = None  # its frames hold the tasks that hold it: all the request had would stay
         except LongcatError as error:
             progress.failure = failure_of(error)
+            error.__traceback__ = None
         except asyncio.CancelledError:
             progress.cut_by = "drain"
             raise

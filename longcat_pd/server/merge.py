@@ -38,12 +38,16 @@ async def merged(
     def expire() -> None:
         queue.put_nowait(DeadlineExceeded("the time limit of the request is over"))
 
-    tasks = [asyncio.ensure_future(pump(source)) for source in sources]
-    for task in tasks:
+    def start(source: AsyncGenerator[T, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(pump(source))
         task.add_done_callback(queue.put_nowait)
+        return task
+
+    tasks = [start(source) for source in sources]
     timer = asyncio.get_running_loop().call_later(max(time_left_s, 0.0), expire)
     num_running = len(tasks)
     cuts.append(queue.put_nowait)
+    item: T | asyncio.Task[None] | LongcatError | None = None
     try:
         while num_running:
             item = await queue.get()
@@ -57,8 +61,15 @@ async def merged(
     finally:
         on_leaving()
         timer.cancel()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        while not queue.empty():  # of tasks whose exceptions hold frames that know the queue
+        await _end(tasks)
+        # exceptions hold the frames that they went through: what knows them here would never be freed by itself
+        item = None
+        tasks.clear()
+        while not queue.empty():
             queue.get_nowait()
+
+
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
