@@ -46,7 +46,7 @@ class Size:
 
 
 SMALL = Size(requests=600, parts=10, at_once=6, memory_kib=4096, log_growth=1.5, new_families=12)
-FULL = Size(requests=10_000, parts=50, at_once=8, memory_kib=4096, log_growth=1.1, new_families=3)
+FULL = Size(requests=10_000, parts=50, at_once=8, memory_kib=40960, log_growth=1.1, new_families=3)
 LAYOUT: dict[str, Any] = {
     "prefill": {"cp_size": 2},
     "decode": {"kvp_size": 2, "attn_tp_size": 2},
@@ -230,3 +230,8 @@ def report(parts: list[Part], ends: list[End], *, early: Quiet, late: Quiet) -> 
             old, new = log_rates(parts, name)
             line += f" | {len(early.series[name])}-{len(late.series[name])} | {old:.0f}-{new:.0f}"
         print(line)
+    print("memory KiB over the first of each tenth:")
+    for name in early.held:
+        sizes = [part.held[name].memory_kib for part in parts]
+        medians = [statistics.median(sizes[first : first + tenth]) for first in range(0, len(sizes), tenth)]
+        print(f"  {name}: " + " ".join(f"{median - medians[0]:+.0f}" for median in medians))
