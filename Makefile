@@ -12,8 +12,8 @@ $(STAMP): pyproject.toml
 	touch $@
 
 check: $(STAMP)
-	$(PYTHON) -m ruff format --check longcat_pd tests
-	$(PYTHON) -m ruff check longcat_pd tests
+	$(PYTHON) -m ruff format --check longcat_pd tests tools
+	$(PYTHON) -m ruff check longcat_pd tests tools
 	$(PYTHON) -m mypy
 	$(PYTEST) tests/unit/test_floors.py tests/unit/test_sizes.py
 

@@ -1,0 +1,1 @@
+"""Programs of the repository that no user of the package runs."""
