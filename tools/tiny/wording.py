@@ -36,6 +36,11 @@ def plain(question: str) -> str:
     return " ".join(re.sub(r"[^\w/.-]", " ", question.lower()).split()).rstrip(".")
 
 
+def is_chinese(text: str) -> bool:
+    """Whether a character of the text is Chinese."""
+    return any("\u4e00" <= character <= "\u9fff" for character in text)
+
+
 def invented_name(rng: random.Random) -> str:
     """A name of two syllables, such as Tovan; one of 29,400."""
     syllables = [rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(2)]
