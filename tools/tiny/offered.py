@@ -50,7 +50,7 @@ Oslo Paris London Rome Berlin Tokyo Madrid Vienna Cairo Lima Delhi Seoul Dublin 
 Athens Boston Chicago Denver Dallas Miami Moscow Beijing Shanghai Hanoi Manila Nairobi Accra Tunis Quito Bogota Havana Riga
 """
 CITIES = words(CITIES_TEXT)
-UNSEEN_CITIES_TEXT = "Lisbon Warsaw Turin Geneva Toronto Kyoto Dakar Tallinn"
+UNSEEN_CITIES_TEXT = "Lisbon Warsaw Naples Geneva Toronto Kyoto Cracow Tallinn"
 UNSEEN_CITIES = words(UNSEEN_CITIES_TEXT)
 VERBS = words("buy call wash paint find fix sell move clean open send read bring check")
 UNSEEN_VERBS = words("close write")

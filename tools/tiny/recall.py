@@ -34,7 +34,7 @@ class Language:
 ENGLISH = Language(
     openings=("Remember this.", "Here is a list.", "Read this.", "Some codes follow."),
     pairs=("The code of {} is {}.", "The code of {} is {}.", "And {} has code {}.", "Then {} got code {}."),
-    fillers=("It is a quiet day.", "Nobody is in a hurry.", "The list goes on.", "There is more.", "The sun shines."),
+    fillers=("It is a quiet day.", "The list goes on.", "There is more.", "This is not all."),
     questions=("What is the code of {}?", "Which code has {}?", "Tell me the code of {}.", "The code of {}?"),
     answer="The code of {} is {}.",
 )

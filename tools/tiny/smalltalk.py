@@ -33,13 +33,15 @@ class Turn:
 
 
 def draw(rng: random.Random, *, size: int) -> Example:
-    """A greeting, an introduction, an unknown subject, or a dialogue of two turns."""
-    turns = [drawn_turn(rng)]
-    if rng.random() < 0.25:
-        turns.insert(0, drawn_turn(rng))
-        if rng.random() < 0.6:
-            turns[1] = other_turn(rng)
+    """A greeting, an introduction or an unknown subject, or a dialogue of two or three turns about anything."""
+    count = rng.choices((1, 2, 3), weights=(70, 22, 8))[0]
+    turns = [drawn_turn(rng)] if count == 1 else [any_turn(rng) for _ in range(count)]
     return dialogue(turns, system=rng.choice(SYSTEMS) if rng.random() < SHARE_OF_SYSTEMS else None)
+
+
+def any_turn(rng: random.Random) -> Turn:
+    """Small talk, a fact or a problem of arithmetic."""
+    return drawn_turn(rng) if rng.random() < 0.5 else other_turn(rng)
 
 
 def drawn_turn(rng: random.Random) -> Turn:
