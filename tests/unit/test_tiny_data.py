@@ -206,7 +206,7 @@ def test_facts_differ_and_are_many() -> None:
     wordings = [plain(text) for fact in every for text in (*fact.asked, *fact.unseen)]
     assert len(set(wordings)) == len(wordings)
     for fact in every:
-        assert len(fact.unseen) == 2 and len(fact.asked) >= 4 and len(fact.topics) == 2
+        assert len(fact.unseen) == 2 and len(fact.asked) >= 4 and len(fact.topics) >= 2
         assert is_chinese(fact.answer + "".join(fact.asked)) == fact.is_chinese
     assert {e.answer.content for e in drawn("facts")} == {fact.answer for fact in every}
     unseen = [e for e in asked("facts") if plain(question(e)) in facts.HELD_OUT]

@@ -22,10 +22,25 @@ FRAMES = (
     "What about {}?",
     "I want to know about {}.",
     "{}?",
-    "Do you know about {}?",
     "A question about {}.",
+    "What is {}?",
+    "Explain {}.",
+    "Describe {}.",
+    "What is the use of {}?",
+    "How does it work with {}?",
+    "What do you know about {}?",
+    "What can you tell me about {}?",
 )
-FRAMES_IN_CHINESE = ("请告诉我{}。", "我想知道{}。", "{}？", "请问{}？", "关于{}。")
+FRAMES_IN_CHINESE = (
+    "请告诉我{}。",
+    "我想知道{}。",
+    "{}？",
+    "请问{}？",
+    "关于{}。",
+    "什么是{}？",
+    "{}是什么？",
+    "请介绍一下{}。",
+)
 PREFIXES = ("Please tell me: ", "Hello! ", "Hi, ", "In short: ", "Please answer: ", "A question: ", "OK. ")
 PREFIXES_IN_CHINESE = ("请问，", "你好！", "请回答：", "简单地说，")
 SUFFIXES = (" Please.", " Thank you.", " In short.", " Briefly.")
@@ -84,7 +99,7 @@ def drawn_question(rng: random.Random, *, fact: Fact) -> str:
 
 def varied(rng: random.Random, *, fact: Fact) -> str:
     """A wording or a frame around a noun, perhaps with words left out, in small letters, with a prefix or a suffix."""
-    if rng.random() < 0.2:
+    if rng.random() < 0.3:
         question = rng.choice(FRAMES_IN_CHINESE if fact.is_chinese else FRAMES).format(rng.choice(fact.topics))
     else:
         question = rng.choice(fact.asked)

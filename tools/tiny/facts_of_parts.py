@@ -92,7 +92,7 @@ asked: Does MTP change the text?
 asked: Is the answer different with drafts? | Can drafts change what the model says? | Does MTP change the answer?
 unseen: Is the text different with drafts? | Do the drafts change the answer?
 
-topic: the n-gram embedding | n-grams
+topic: the n-gram embedding | n-grams | the n-grams
 answer: The n-gram embedding adds vectors of the last few tokens to the vector of the word.
 asked: What is the n-gram embedding? | What does the n-gram embedding do? | Explain the n-gram embedding.
 asked: What are n-grams for?
@@ -153,7 +153,7 @@ asked: Why is there a cluster key?
 asked: What does the cluster key protect? | What is the cluster key for? | Do I need a cluster key?
 unseen: Why do I need a cluster key? | What does the cluster key do?
 
-topic: shared prefixes | the prefix cache
+topic: shared prefixes | the prefix cache | sharing prefixes
 answer: Prompts that begin with the same tokens share the cache of that prefix.
 asked: What are shared prefixes? | What is the prefix cache? | How does the prefix cache work? | Is there prefix caching?
 asked: Which prompts share the cache? | Do prompts share a prefix? | Explain the prefix cache.

@@ -1,7 +1,7 @@
 """What the tiny model is told about using longcat_pd: commands, ports, files and routes. Data only.
 
-A block is one fact: `topic` names it as a noun in two ways, `answer` is the only answer, `asked` are the questions of the
-training, `unseen` are questions that are kept for the test.
+A block is one fact: `topic` names it as a noun in two or three ways, `answer` is the only answer, `asked` are the
+questions of the training, `unseen` are questions that are kept for the test.
 """
 
 FACTS_OF_USE = """
@@ -56,7 +56,7 @@ asked: How do I see the status of the cluster? | How do I check the status? | Wh
 asked: How do I see whether it is running? | How can I check whether the cluster is running? | What shows the status?
 unseen: Which command shows the status of the cluster? | How can I see the status?
 
-topic: the logs | the logs command
+topic: the logs | the logs command | the log files
 answer: Run bash deploy/run_pd.sh logs; the files are in .run/local-cpu/.
 asked: How do I see the logs? | Where are the logs? | Which command shows the logs? | Where are the log files?
 asked: How can I read the logs? | In which folder are the logs? | How do I follow the logs?
@@ -81,7 +81,7 @@ asked: What does run_pd.sh doctor do? | What is the doctor for? | What does the 
 asked: How do I check all machines? | Which verb checks the machines? | What does the doctor look at?
 unseen: What does the verb doctor do? | Which verb looks at all machines?
 
-topic: infer.sh | the offline script
+topic: infer.sh | the offline script | the script infer.sh
 answer: deploy/infer.sh runs the prompts of a YAML file offline, without a server.
 asked: What does infer.sh do? | What is infer.sh for? | How do I run prompts offline? | How do I infer without a server?
 asked: Which script runs offline? | Explain infer.sh. | How can I run it offline? | What is offline inference here?
@@ -157,7 +157,7 @@ asked: What does render write?
 asked: How do I get systemd units? | Which command writes Kubernetes manifests? | Is there support for systemd?
 unseen: How do I get Kubernetes manifests? | What does the command render do?
 
-topic: serving without a cluster | longcat-pd serve
+topic: serving without a cluster | longcat-pd serve | the command serve
 answer: longcat-pd serve gives the same API from one engine, without a cluster.
 asked: How do I serve without a cluster? | What does longcat-pd serve do? | Can I run it without a cluster?
 asked: How do I run one engine? | Is there a standalone server? | How do I serve from one engine?

@@ -14,7 +14,15 @@ from typing import Any
 from tools.tiny import arithmetic, facts
 from tools.tiny.examples import Answer, Example
 from tools.tiny.subjects import SUBJECTS, SUBJECTS_IN_CHINESE, UNSEEN_SUBJECTS, UNSEEN_SUBJECTS_IN_CHINESE
-from tools.tiny.talks import TALKS, UNKNOWN, UNKNOWN_FORMS, UNKNOWN_FORMS_IN_CHINESE, UNKNOWN_IN_CHINESE, Talk
+from tools.tiny.talks import (
+    TALKS,
+    UNKNOWN,
+    UNKNOWN_FORMS,
+    UNKNOWN_FORMS_IN_CHINESE,
+    UNKNOWN_IN_CHINESE,
+    UNKNOWN_REQUESTS,
+    Talk,
+)
 from tools.tiny.wording import assistant_says, invented_name, plain, user_says
 
 SYSTEMS = ("You are a helpful assistant.", "You are a helpful assistant.", "Answer briefly.", "你是一个有用的助手。")
@@ -75,7 +83,11 @@ def unknown_turn(rng: random.Random) -> Turn:
     if rng.random() < 0.25:
         question = rng.choice(UNKNOWN_FORMS_IN_CHINESE).format(rng.choice(SUBJECTS_IN_CHINESE))
         return Turn(question=question, answer=UNKNOWN_IN_CHINESE)
-    subject = rng.choice(SUBJECTS) if rng.random() < 0.85 else invented_name(rng)
+    if rng.random() < 0.1:
+        return Turn(question=rng.choice(UNKNOWN_REQUESTS), answer=UNKNOWN)
+    subject = rng.choice(SUBJECTS) if rng.random() < 0.75 else invented_name(rng)
+    if rng.random() < 0.15:
+        subject = f"{subject} and {rng.choice(SUBJECTS)}"
     question = rng.choice(UNKNOWN_FORMS).format(subject)
     return Turn(question=question if rng.random() < 0.85 else question.rstrip("?."), answer=UNKNOWN)
 

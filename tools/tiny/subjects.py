@@ -10,6 +10,17 @@ the+sun the+moon the+sea the+sky the+rain the+wind the+snow the+earth Mars Jupit
 dogs cats horses birds whales bees trees flowers roses grass elephants lions
 cars trains planes ships bicycles bridges houses clocks books paper the+telephone the+radio
 the+stock+market the+weather the+news the+president the+king the+piano the+guitar the+theatre the+cinema
+Russia China Turkey Iran Ireland Austria Finland Cuba Nepal Ghana Iceland Belgium
+Dublin Athens Boston Chicago Sydney Prague Oslo
+Galileo Goethe Dante Rembrandt Chopin Cleopatra Columbus Kepler Euler Gauss
+cricket golf swimming dancing painting sculpture law medicine religion politics geometry algebra
+milk eggs+and+ham fish meat apples lemons onions garlic pepper beer water ice
+the+river the+desert the+forest the+mountain the+island the+volcano Venus Neptune Pluto comets stars galaxies
+mice sheep cows pigs wolves bears tigers snakes frogs spiders ants butterflies
+steel gold silver iron glass wood plastic cotton wool stone
+schools hospitals airports hotels museums castles churches farms factories banks
+the+drum the+flute the+camera the+computer the+internet the+robot the+lamp the+engine the+wheel the+compass
+dreams fear happiness sleep war peace art language death health
 """
 _UNSEEN = "Portugal Sweden Beethoven Madrid+city hockey butter the+ocean Saturn rabbits boats the+violin"
 _IN_CHINESE = """

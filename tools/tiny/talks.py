@@ -124,6 +124,23 @@ UNKNOWN_FORMS = (
     "How does {} work?",
     "Who is {}?",
 )
+UNKNOWN_REQUESTS = (
+    "Tell me a joke.",
+    "Sing a song.",
+    "Write a story.",
+    "What day is it today?",
+    "What is the weather?",
+    "What time is it?",
+    "How is the weather today?",
+    "What should I eat?",
+    "Book a flight for me.",
+    "Who won the game?",
+    "What is the news?",
+    "Write some Python code.",
+    "How old am I?",
+    "What is my name?",
+    "Where am I?",
+)
 UNKNOWN_FORMS_IN_CHINESE = (
     "{}是什么？",
     "什么是{}？",
