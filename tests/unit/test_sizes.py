@@ -13,6 +13,8 @@ from tests.unit.test_floors import FILES, imports, place
 
 FILE_LINES, FUNCTION_LINES, PARAMETERS, ATTRIBUTES, METHODS, OWN_IMPORTS = 400, 50, 7, 15, 12, 10
 
+TOOLS = sorted((Path(__file__).parents[2] / "tools").rglob("*.py"))
+
 
 def too_large(file: Path) -> Iterator[str]:
     text = file.read_text(encoding="utf-8")
@@ -58,4 +60,9 @@ def of_class(node: ast.ClassDef) -> Iterator[str]:
 
 @pytest.mark.parametrize("file", FILES, ids=place)
 def test_nothing_is_too_large(file: Path) -> None:
+    assert list(too_large(file)) == []
+
+
+@pytest.mark.parametrize("file", TOOLS, ids=lambda file: file.relative_to(TOOLS[0].parent).as_posix())
+def test_no_tool_is_too_large(file: Path) -> None:
     assert list(too_large(file)) == []
