@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from longcat_pd.config.schema import RankSpec
 from longcat_pd.engine.executor import OnClosed, OnFailure, Ready
 from longcat_pd.engine.plan import StepOutput, StepPlan
+from longcat_pd.engine.rank_model import RankModel
 from longcat_pd.engine.roster import RankState
 from longcat_pd.engine.runner import ModelRunner
 from longcat_pd.parallel.mesh import Mesh
@@ -18,12 +19,15 @@ from longcat_pd.parallel.platform import platform_of
 
 
 class InlineExecutor:
-    """Executes plans in order on one thread, so that the event loop stays free."""
+    """Executes plans in order on one thread, so that the event loop stays free.
 
-    def __init__(self, spec: RankSpec) -> None:
+    ``loaded``: model and cache; read from ``spec``'s checkpoint when not given.
+    """
+
+    def __init__(self, spec: RankSpec, *, loaded: RankModel | None = None) -> None:
         assert spec.instance.parallel.world_size == 1, "an inline executor is one rank"
         platform_of(spec.instance.device).runtime.prepare(spec.local_rank)
-        self._runner = ModelRunner(spec, Mesh.join(spec))
+        self._runner = ModelRunner(spec, Mesh.join(spec), loaded=loaded)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank")
 
     async def start(self, on_closed: OnClosed, on_failure: OnFailure) -> Ready:

@@ -11,7 +11,7 @@ import torch
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import RankSpec
 from longcat_pd.engine.grammar import Vocabulary
-from longcat_pd.engine.stage_model import build_stage, stage_operators
+from longcat_pd.engine.stage_model import StageOperators, build_stage, stage_operators
 from longcat_pd.kernels import Ops
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.models.causal_lm import CausalLM
@@ -50,8 +50,8 @@ class RankModel:
             self.vocabulary.prepare(grammar)
 
 
-def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
-    """Builds this rank's stage and fills it from the checkpoint.
+def load_rank_model(spec: RankSpec, mesh: Mesh, *, operators: StageOperators | None = None) -> RankModel:
+    """Builds this rank's stage and fills it from the checkpoint. ``operators``: in place of the device's own.
 
     First it is seen whether operators take the sizes; then come communicators, whose buffers take memory of the device too;
     then the cache, if it finds room.
@@ -63,7 +63,7 @@ def load_rank_model(spec: RankSpec, mesh: Mesh) -> RankModel:
     began = time.monotonic()
     config = ModelConfig.load(instance.model.path)
     dtype, device = data_type(instance, config), mesh.device
-    operators = stage_operators(instance, config)
+    operators = operators or stage_operators(instance, config)
     mesh.warm_up()
     stage = Stage.of(instance, config, mesh.axis("pp").rank)
     memory = mesh.platform.runtime.memory()

@@ -11,21 +11,25 @@ from longcat_pd.config.schema import InstanceSpec
 from longcat_pd.engine.driver import Engine
 from longcat_pd.engine.executor import rank_specs
 from longcat_pd.engine.inline import InlineExecutor
+from longcat_pd.engine.rank_model import RankModel
 from longcat_pd.metrics import Metrics
 from longcat_pd.server.identity import own_hello
 from longcat_pd.standalone.service import StandaloneService
 
 
-def offline(spec: InstanceSpec) -> StandaloneService:
-    """The service that a face is given; it is not started. Loads the weights. Raises ConfigError."""
+def offline(spec: InstanceSpec, *, metrics: Metrics | None = None, loaded: RankModel | None = None) -> StandaloneService:
+    """The service that a face is given; it is not started. Raises ConfigError.
+
+    ``metrics``: where the engine counts; None: nobody looks. ``loaded``: model and cache; None: loads the checkpoint.
+    """
     clock, model = MonotonicClock(), ModelConfig.load(spec.model.path)
     hello = own_hello(spec, model)
     engine = Engine(
         spec.engine,
         spec.parallel,
-        executor=InlineExecutor(rank_specs(spec, hello.incarnation)[0]),
+        executor=InlineExecutor(rank_specs(spec, hello.incarnation)[0], loaded=loaded),
         eos_token_ids=frozenset(model.eos_token_id),
         clock=clock,
-        metrics=Metrics(role=spec.role, instance=spec.name),
+        metrics=metrics or Metrics(role=spec.role, instance=spec.name),
     )
     return StandaloneService(spec, engine, hello=hello, clock=clock)
