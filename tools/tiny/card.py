@@ -35,10 +35,14 @@ Bound = Literal["at least", "at most"]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One question of the fixed test set. ``is_taught``: a question of facts that is in the training data word for word."""
+    """One question of the fixed test set.
+
+    ``is_taught``: a question of facts that is in the training data word for word. ``is_introduction``: it asks who answers.
+    """
 
     example: Example
     is_taught: bool = False
+    is_introduction: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,15 +84,22 @@ class Line:
 
 
 def _of(skill: str, *, when: Callable[[Case], bool] = lambda case: True) -> Callable[[Case], bool]:
-    return lambda case: case.example.skill == skill and when(case)
+    def belongs(case: Case) -> bool:
+        return case.example.skill == skill and when(case)
+
+    return belongs
 
 
-def _is_introduction(case: Case) -> bool:
-    return "longcat" in case.example.answer.content.casefold() and len(case.example.messages) == 1
+def _introduces_in_chinese(case: Case) -> bool:
+    return case.is_introduction and is_chinese(case.example.answer.content)
+
+
+def _introduces_in_english(case: Case) -> bool:
+    return case.is_introduction and not is_chinese(case.example.answer.content)
 
 
 def _is_after_a_tool(case: Case) -> bool:
-    return case.example.messages[-1]["role"] == "tool"
+    return bool(case.example.messages[-1]["role"] == "tool")
 
 
 def _has_calls(case: Case) -> bool:
@@ -108,21 +119,21 @@ ROWS = (
     Row(
         title="introduces itself in English",
         skill="smalltalk",
-        belongs=_of("smalltalk", when=lambda case: _is_introduction(case) and not is_chinese(case.example.answer.content)),
+        belongs=_of("smalltalk", when=_introduces_in_english),
         grade=introduces,
         floor=100,
     ),
     Row(
         title="introduces itself in Chinese",
         skill="smalltalk",
-        belongs=_of("smalltalk", when=lambda case: _is_introduction(case) and is_chinese(case.example.answer.content)),
+        belongs=_of("smalltalk", when=_introduces_in_chinese),
         grade=introduces,
         floor=100,
     ),
     Row(
         title="small talk else",
         skill="smalltalk",
-        belongs=_of("smalltalk", when=lambda case: not _is_introduction(case)),
+        belongs=_of("smalltalk", when=lambda case: not case.is_introduction),
         grade=says_the_same,
     ),
     Row(title="facts", skill="facts", belongs=_of("facts"), grade=says_the_same, floor=80, at_least=120),
@@ -190,7 +201,8 @@ ENDS = Row(title="ends by itself, all cases", skill="", belongs=lambda case: Tru
 def lines(cases: Sequence[Case], told: Told, *, sizes: Sizes) -> list[Line]:
     """Every line that a run has, of the skills that were asked."""
     asked = {case.example.skill for case in cases}
-    found = [scored(row, cases, told.replies, sizes=sizes) for row in ROWS if row.skill in asked]
+    rows = [row for row in ROWS if row.skill in asked and (row.floor is not None or any(map(row.belongs, cases)))]
+    found = [scored(row, cases, told.replies, sizes=sizes) for row in rows]
     found.append(scored(ENDS, cases, told.replies, sizes=sizes))
     return found + (draft_lines(told.drafted, told.replies) if told.drafted is not None else [])
 

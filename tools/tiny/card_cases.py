@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from tools.tiny import arithmetic, calling, facts, recall, smalltalk, thinking
 from tools.tiny.card import Case
 from tools.tiny.examples import Example
+from tools.tiny.talks import TALKS
 from tools.tiny.wording import plain
 
 SKILLS = {
@@ -17,13 +18,18 @@ SKILLS = {
     "calling": calling.cases,
     "thinking": thinking.cases,
 }
+_INTRODUCTIONS = frozenset(talk.answer for talk in TALKS[:2])
 
 
 def all_cases() -> Iterator[Case]:
     """Every case of every skill, the same every time."""
     for skill in SKILLS.values():
         for example in skill():
-            yield Case(example=example, is_taught=example.skill == "facts" and not _is_kept(example))
+            yield Case(
+                example=example,
+                is_taught=example.skill == "facts" and not _is_kept(example),
+                is_introduction=example.answer.content in _INTRODUCTIONS,
+            )
 
 
 def _is_kept(example: Example) -> bool:

@@ -15,7 +15,7 @@ from tools.tiny.examples import Example, ToolCall
 
 Grade = Callable[[Example, Reply], bool]
 
-NAME = "longcat"
+NAME = re.compile("LongCat(?!_)")  # a name such as LongCat-tiny; LongCat_pd is none
 ENDS = ("stop", "tool_calls")
 _MARKUP = re.compile(r"</?longcat_")
 _NUMBER = re.compile(r"-?\d+")
@@ -29,7 +29,7 @@ def is_chinese(text: str) -> bool:
 
 def introduces(example: Example, reply: Reply) -> bool:
     """It names LongCat, in the language of the expected answer."""
-    return NAME in reply.content.casefold() and is_chinese(reply.content) == is_chinese(example.answer.content)
+    return bool(NAME.search(reply.content)) and is_chinese(reply.content) == is_chinese(example.answer.content)
 
 
 def says_the_same(example: Example, reply: Reply) -> bool:
