@@ -1,10 +1,10 @@
-# check: format, lint, types, floors · test: everything that is not slow, in two runs beside each other · test-slow: the rest · parity, fault, hosts: all of their folder · soak: ten thousand requests, ten minutes · fuzz: schemathesis, mutated bodies and control records at length · bench: docs/benchmarks.md · bench-stages: the path of one decode step (WRITE=1: docs/benchmarks.md)
+# check: format, lint, types, floors · test: everything that is not slow, in two runs beside each other · test-slow: the rest · parity, fault, hosts: all of their folder · soak: ten thousand requests, ten minutes · fuzz: schemathesis, mutated bodies and control records at length · score-card: of the shipped checkpoints (WRITE=1: their page) · bench: docs/benchmarks.md · bench-stages: the path of one decode step (WRITE=1: docs/benchmarks.md)
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/dev-installed
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q
 
-.PHONY: check test test-slow parity fault hosts soak fuzz bench bench-stages clean
+.PHONY: check test test-slow parity fault hosts soak fuzz bench bench-stages score-card clean
 
 $(STAMP): pyproject.toml
 	test -x $(PYTHON) || python3 -m venv $(VENV)
@@ -43,6 +43,10 @@ bench: $(STAMP)
 
 bench-stages: $(STAMP)
 	OMP_NUM_THREADS=1 $(PYTHON) -m longcat_pd.bench.stages $(if $(WRITE),--write docs/benchmarks.md)
+
+# The scores of the shipped checkpoints, by one engine and by P(2,2) -> D(2).
+score-card: $(STAMP)
+	OMP_NUM_THREADS=1 $(PYTHON) -m tools.eval_tiny $(if $(WRITE),--write longcat_pd/tiny/trained/score_card.md)
 
 # Public clients and load generators, unmodified, each in an environment of its own (WRITE=1: docs/clients.md).
 CLIENTS := .venv-clients

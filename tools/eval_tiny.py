@@ -29,17 +29,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Ask everything; the exit status."""
     options = _parser().parse_args(arguments)
     log.set_up(level="warning")
-    platform_of("cpu").prepare_rank()  # the engine of this process is a rank
     cases = chosen(all_cases(), options.skills, at_most=options.at_most)
     models = [model.absolute() for model in options.model or SHIPPED]
     try:
         checkpoints = [checkpoint(model) for model in models]
-        found = asyncio.run(_all_runs(models, cases, HOWS[options.how]))
+        platform_of("cpu").prepare_rank()  # the engine of this process is one
+        found = asyncio.run(_all_runs(models, cases, HOWS[options.how], options.overrides))
     except (ConfigError, BenchFailed) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    page = markdown(checkpoints, found, options.note)
-    sys.stdout.write(as_json(checkpoints, found, options.note) if options.json else page)
+    notes = [*options.note, *(f"with {setting}" for setting in options.overrides)]
+    page = markdown(checkpoints, found, notes)
+    sys.stdout.write(as_json(checkpoints, found, notes) if options.json else page)
     if options.write is not None:
         options.write.write_text(page, encoding="utf-8")
     if options.wrong is not None:
@@ -47,10 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if is_passed(found) else 1
 
 
-async def _all_runs(models: Sequence[Path], cases: Sequence[Case], hows: Sequence[str]) -> list[Run]:
+async def _all_runs(
+    models: Sequence[Path], cases: Sequence[Case], hows: Sequence[str], settings: Sequence[str]
+) -> list[Run]:
     began, found = time.monotonic(), list[Run]()
     for model in models:
-        async for run in runs(model, cases, hows):
+        async for run in runs(model, cases, hows, settings=settings):
             found.append(run)
             sys.stderr.write(f"{time.monotonic() - began:6.1f} s: {run.checkpoint}, {run.how} done\n")
     return found
@@ -72,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the page there too")
     parser.add_argument("--wrong", type=Path, metavar="FILE", help="write wrong answers there, as JSON lines")
     parser.add_argument("--note", action="append", default=[], metavar="TEXT", help="a line of the page, such as the seed")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="key=value", help="of all runs: model.dtype=float32"
+    )
     return parser
 
 

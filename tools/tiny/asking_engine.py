@@ -24,24 +24,29 @@ BLOCK, CHUNK = 16, 64  # as in deploy/config/cluster/local-cpu.yaml
 _PORT = 8081  # nothing listens
 
 
-def engine_spec(model: Path, num_drafts: int) -> InstanceSpec:
+def engine_spec(model: Path, num_drafts: int, settings: Sequence[str]) -> InstanceSpec:
     """One rank of the sizes of local-cpu.yaml; every prompt is computed whole. Raises ConfigError."""
-    settings = [
+    mine = [
         f"engine.block_size={BLOCK}",
         f"engine.max_num_batched_tokens={CHUNK}",
         f"engine.max_num_seqs={AT_ONCE}",
         f"engine.num_draft_tokens={num_drafts}",
         "engine.prefix_cache=false",
-        f"engine.queue_timeout_s={3600}",
     ]
-    return resolve.standalone(str(model), settings, host="127.0.0.1", port=_PORT)
+    return resolve.standalone(str(model), [*mine, *settings], host="127.0.0.1", port=_PORT)
 
 
 async def ask_engine(
-    model: Path, bodies: Sequence[Body], *, num_drafts: int, progress: Progress, is_blind: bool = False
+    model: Path,
+    bodies: Sequence[Body],
+    *,
+    num_drafts: int,
+    progress: Progress,
+    settings: Sequence[str] = (),
+    is_blind: bool = False,
 ) -> Told:
     """All replies. ``is_blind``: the indexer picks keys at random (``asking_blindly``). Raises ConfigError."""
-    spec = engine_spec(model, num_drafts)
+    spec = engine_spec(model, num_drafts, settings)
     metrics = Metrics(role=spec.role, instance=spec.name)
     service = offline(spec, metrics=metrics, loaded=with_random_choice(spec) if is_blind else None)
     face, out = checked_face(service, TextProcessor.load(str(model))), _Lines(progress)

@@ -26,10 +26,12 @@ _SPAN = 10  # ports of one instance
 _BASES = range(20000, 32000, _SPAN)  # below the range that outgoing connections take theirs from
 
 
-async def ask_pools(model: Path, bodies: Sequence[Body], *, num_drafts: int, progress: Progress) -> Told:
+async def ask_pools(
+    model: Path, bodies: Sequence[Body], *, num_drafts: int, progress: Progress, settings: Sequence[str] = ()
+) -> Told:
     """All replies. ``model``: an absolute path. Raises BenchFailed when the cluster does not start."""
     balancer, prefill, decode = _free_bases(3)
-    settings = [
+    all_settings = [
         *LAYOUT,
         f"model.path={model}",
         f"load_balancer.port={balancer}",
@@ -37,10 +39,11 @@ async def ask_pools(model: Path, bodies: Sequence[Body], *, num_drafts: int, pro
         f"decode.instances=[{{name: d0, http_port: {decode}}}]",
         *(f"{pool}.engine.num_draft_tokens={num_drafts}" for pool in ("prefill", "decode")),
         "prefill.engine.prefix_cache=false",
+        *settings,
     ]
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longcat-card-")))
-        served = stack.enter_context(cluster(CONFIG, root=root, settings=settings))
+        served = stack.enter_context(cluster(CONFIG, root=root, settings=all_settings))
         async with httpx.AsyncClient(timeout=ANSWER_LIMIT_S, trust_env=False) as client:
             answers = await _answers(client, f"{served.url}/v1/chat/completions", bodies, progress=progress)
             counted = (await client.get(f"http://127.0.0.1:{decode}/metrics")).text

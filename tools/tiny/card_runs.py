@@ -17,7 +17,7 @@ from longcat_pd.models.tensor_names import draft_tensors, expected_tensors
 from tools.tiny.asking import Progress, Told, body_of
 from tools.tiny.asking_engine import CHUNK, ask_engine
 from tools.tiny.asking_pools import ask_pools
-from tools.tiny.card import NUM_DRAFTS, RECALL, Case, Line, Sizes, control_line, lines, same_line
+from tools.tiny.card import CONTROL, NUM_DRAFTS, RECALL, Case, Line, Sizes, control_line, lines, same_line
 
 ENGINE, DRAFTS, POOLS = "one engine", f"one engine, {NUM_DRAFTS} drafts", f"P(2,2) → D(2), {NUM_DRAFTS} drafts"
 
@@ -54,41 +54,49 @@ def checkpoint(folder: Path) -> Checkpoint:
     )
 
 
-async def runs(model: Path, cases: Sequence[Case], hows: Sequence[str]) -> AsyncIterator[Run]:
+async def runs(
+    model: Path, cases: Sequence[Case], hows: Sequence[str], *, settings: Sequence[str] = ()
+) -> AsyncIterator[Run]:
     """The runs of one checkpoint, as they are done. ``hows``: of ENGINE, DRAFTS and POOLS; the order is theirs.
 
-    Every run behind the first is compared with it, if that is ENGINE. Raises ConfigError, and BenchFailed when a cluster
-    does not start.
+    Every run behind the first is compared with it, if that is ENGINE. ``settings``: as of ``--set``, of all runs. Raises
+    ConfigError, and BenchFailed when a cluster does not start.
     """
-    config, first = ModelConfig.load(model), None
-    sizes = Sizes(index_topk=config.indexer.index_topk if config.indexer is not None else 0, chunk=CHUNK)
+    sizes, first = sizes_of(model), None
     for how in (how for how in (ENGINE, DRAFTS, POOLS) if how in hows):
-        told = await _ask(model, cases, how)
+        told = await asked(model, cases, how, settings=settings)
         found = lines(cases, told, sizes=sizes)
         if how == ENGINE:
             first = told
-            found += await _control(model, cases, sizes)
+            if any(map(RECALL.belongs, cases)):
+                found.append(await control(model, cases, sizes, settings=settings))
         elif first is not None:
             found.append(same_line(told.replies, first.replies))
         yield Run(checkpoint=model.name, how=how, lines=tuple(found), told=told)
 
 
-async def _ask(model: Path, cases: Sequence[Case], how: str) -> Told:
+async def asked(model: Path, cases: Sequence[Case], how: str, *, settings: Sequence[str] = ()) -> Told:
+    """One run over the cases."""
     bodies = [body_of(case.example) for case in cases]
     progress = _progress(f"{model.name}, {how}", len(bodies))
     if how == POOLS:
-        return await ask_pools(model, bodies, num_drafts=NUM_DRAFTS, progress=progress)
-    return await ask_engine(model, bodies, num_drafts=NUM_DRAFTS if how == DRAFTS else 0, progress=progress)
+        return await ask_pools(model, bodies, num_drafts=NUM_DRAFTS, progress=progress, settings=settings)
+    num_drafts = NUM_DRAFTS if how == DRAFTS else 0
+    return await ask_engine(model, bodies, num_drafts=num_drafts, progress=progress, settings=settings)
 
 
-async def _control(model: Path, cases: Sequence[Case], sizes: Sizes) -> list[Line]:
+async def control(model: Path, cases: Sequence[Case], sizes: Sizes, *, settings: Sequence[str] = ()) -> Line:
     """The recall cases again, with keys that are picked at random."""
     mine = [case for case in cases if RECALL.belongs(case)]
-    if not mine or not sizes.index_topk:
-        return []
-    progress = _progress(f"{model.name}, keys picked at random", len(mine))
-    told = await ask_engine(model, [body_of(case.example) for case in mine], num_drafts=0, progress=progress, is_blind=True)
-    return [control_line(mine, told, sizes=sizes)]
+    bodies, progress = [body_of(case.example) for case in mine], _progress(f"{model.name}, {CONTROL}", len(mine))
+    told = await ask_engine(model, bodies, num_drafts=0, progress=progress, settings=settings, is_blind=True)
+    return control_line(mine, told, sizes=sizes)
+
+
+def sizes_of(model: Path) -> Sizes:
+    """What a long context is for this checkpoint. Raises ConfigError."""
+    indexer = ModelConfig.load(model).indexer
+    return Sizes(index_topk=indexer.index_topk if indexer is not None else 0, chunk=CHUNK)
 
 
 def _progress(name: str, total: int) -> Progress:

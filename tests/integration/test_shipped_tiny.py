@@ -1,0 +1,49 @@
+"""The floors of the score card, held by the checkpoints that are shipped: a missing folder or a missed floor is a failure.
+
+Quick: the bf16 one in one engine, with drafts, every case; and the control of recall. Slow: the whole card.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.eval_tiny import SHIPPED
+from tools.tiny.card import Line, lines, missed
+from tools.tiny.card_cases import all_cases
+from tools.tiny.card_runs import DRAFTS, ENGINE, POOLS, asked, control, runs, sizes_of
+
+BF16 = SHIPPED[0]
+MAX_BYTES = 12_000_000
+CASES = tuple(all_cases())
+
+
+def told(model: Path, found: list[Line]) -> list[str]:
+    """What is missed, in words; everything goes to the output of the test."""
+    sys.stdout.write("".join(f"{model.name}: {line.title}: {line.shown} {line.floor}\n" for line in found))
+    return [f"{line.title}: {line.shown}, floor {line.floor}" for line in missed(found)]
+
+
+async def test_the_shipped_checkpoint_reaches_every_floor() -> None:
+    answers = await asked(BF16, CASES, DRAFTS)
+    assert told(BF16, lines(CASES, answers, sizes=sizes_of(BF16))) == []
+
+
+async def test_its_recall_fails_where_keys_are_picked_at_random() -> None:
+    assert told(BF16, [await control(BF16, CASES, sizes_of(BF16))]) == []
+
+
+def test_both_twins_and_their_card_are_small_enough() -> None:
+    """12 MB of package data."""
+    card = BF16.parent / "score_card.md"
+    assert "Every floor is reached." in card.read_text(encoding="utf-8")
+    assert sum(file.stat().st_size for folder in SHIPPED for file in folder.iterdir()) <= MAX_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", SHIPPED, ids=lambda model: str(model.name))
+async def test_the_whole_card(model: Path) -> None:
+    async for run in runs(model, CASES, (ENGINE, DRAFTS, POOLS)):
+        assert told(model, list(run.lines)) == [], run.how
