@@ -1,6 +1,7 @@
 """The floors of the score card, held by the checkpoints that are shipped: a missing folder or a missed floor is a failure.
 
-Quick: the bf16 one in one engine, with drafts, every case; and the control of recall. Slow: the whole card.
+Quick: the bf16 one in one engine, with drafts, and the control of recall; every case but for half of those that take
+longest. Slow: the whole card.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tools.tiny.card_runs import DRAFTS, ENGINE, POOLS, asked, control, runs, si
 BF16 = SHIPPED[0]
 MAX_BYTES = 12_000_000
 CASES = tuple(all_cases())
+MOST = tuple(case for n, case in enumerate(CASES) if n % 2 or case.example.skill not in ("arithmetic", "recall"))
 
 
 def told(model: Path, found: list[Line]) -> list[str]:
@@ -27,12 +29,12 @@ def told(model: Path, found: list[Line]) -> list[str]:
 
 
 async def test_the_shipped_checkpoint_reaches_every_floor() -> None:
-    answers = await asked(BF16, CASES, DRAFTS)
-    assert told(BF16, lines(CASES, answers, sizes=sizes_of(BF16))) == []
+    answers = await asked(BF16, MOST, DRAFTS)
+    assert told(BF16, lines(MOST, answers, sizes=sizes_of(BF16))) == []
 
 
 async def test_its_recall_fails_where_keys_are_picked_at_random() -> None:
-    assert told(BF16, [await control(BF16, CASES, sizes_of(BF16))]) == []
+    assert told(BF16, [await control(BF16, MOST, sizes_of(BF16))]) == []
 
 
 def test_both_twins_and_their_card_are_small_enough() -> None:

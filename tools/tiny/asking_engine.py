@@ -20,12 +20,12 @@ from longcat_pd.standalone.offline import offline
 from tools.tiny.asking import AT_ONCE, Body, Progress, Told, drafted, reply_of
 from tools.tiny.asking_blindly import with_random_choice
 
-BLOCK, CHUNK = 16, 64  # as in deploy/config/cluster/local-cpu.yaml
+BLOCK, CHUNK = 16, 128
 _PORT = 8081  # nothing listens
 
 
 def engine_spec(model: Path, num_drafts: int, settings: Sequence[str]) -> InstanceSpec:
-    """One rank of the sizes of local-cpu.yaml; every prompt is computed whole. Raises ConfigError."""
+    """One rank; every prompt is computed whole, in chunks of CHUNK tokens. Raises ConfigError."""
     mine = [
         f"engine.block_size={BLOCK}",
         f"engine.max_num_batched_tokens={CHUNK}",

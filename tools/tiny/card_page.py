@@ -12,7 +12,7 @@ from tools.tiny.card import CONTROL, Case
 from tools.tiny.card_runs import Checkpoint, Run
 
 ABOUT = f"""Made by `python -m tools.eval_tiny`. Temperature 0, at most {MAX_TOKENS} tokens an answer, blocks of {BLOCK} \
-tokens, prefill chunks of {CHUNK}. Every question is a chat request through the product's own face, 16 at a time; text is \
+tokens, prefill chunks of {CHUNK} tokens in one engine and of 64 in the pools. Every question is a chat request through the product's own face, 16 at a time; text is \
 right if it is the expected one but for white space, numbers and tool calls by value. The test set is fixed; none of its \
 questions is trained on, except the facts "asked as taught".
 
