@@ -1,0 +1,64 @@
+"""From the trained twin to the folders of a checkpoint: tokenizer first, tensors at the end, and the int8 twin."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from longcat_pd.config.model import ModelConfig
+from longcat_pd.models.tensor_names import draft_tensors, expected_tensors
+from longcat_pd.models.weights import write_checkpoint
+from longcat_pd.quantize import quantize
+from longcat_pd.server.text import ChatTemplate, TextProcessor
+from longcat_pd.tiny import tokenizer
+from longcat_pd.tiny.configs import GENERATION_CONFIG
+from tools.tiny.corpus import corpus
+from tools.tiny.recipe import CONFIG
+from tools.tiny.twin import Twin
+
+TIMES_OF_TEMPLATE = 300
+TEXTS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def text_files(folder: Path, *, seed: int) -> TextProcessor:
+    """Makes the tokenizer in ``folder``, unless it is there, and loads it."""
+    if not (folder / "config.json").is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        sizes = {"vocab_size": CONFIG["vocab_size"], "max_length": CONFIG["max_position_embeddings"]}
+        texts = [*corpus(seed), *_template_texts() * TIMES_OF_TEMPLATE]
+        files = tokenizer.text_files("2.0", **sizes, texts=texts, splits_digits=True)
+        for name, text in [*files.items(), ("config.json", json.dumps(CONFIG))]:
+            (folder / name).write_text(text, encoding="utf-8")
+    return TextProcessor.load(str(folder))
+
+
+def _template_texts() -> list[str]:
+    """What the template itself says before a conversation with tools, without its markers."""
+    source = (resources.files("longcat_pd.tiny") / "chat_template_roles.jinja").read_text(encoding="utf-8")
+    tools = [{"type": "function", "function": {"name": "get_time", "description": "", "parameters": {}}}]
+    return re.split(r"</?longcat_[a-z_]+>", ChatTemplate(source, {}).render([], tools, {}))
+
+
+def checkpoints(out: Path, twin: Twin, *, text: Path) -> None:
+    """Writes ``out/bf16`` and ``out/int8``. Raises ConfigError where one is there already."""
+    files = {name: (text / name).read_text(encoding="utf-8") for name in TEXTS}
+    files["generation_config.json"] = json.dumps(GENERATION_CONFIG, indent=2) + "\n"
+    write_checkpoint(out / "bf16", in_order(twin.tensors()), CONFIG, files=files)
+    quantize(out / "bf16", out / "int8")
+
+
+def in_order(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """As the releases store them: bf16, the router and the indexer's ``weights_proj`` fp32."""
+    config = ModelConfig.from_dict(CONFIG)
+    names = [*expected_tensors(config), *draft_tensors(config)]
+    return [(name, tensors[name].contiguous() if _is_fp32(name) else tensors[name].to(torch.bfloat16)) for name in names]
+
+
+def _is_fp32(name: str) -> bool:
+    return ".router." in name or name.endswith("weights_proj.weight")

@@ -1,0 +1,114 @@
+"""The recipe of the trained checkpoint: its ``config.json``, what it is fed, and how fast it learns. Read this file first.
+
+**Model.** LongCat-2.0 in small: every feature is on, with proportions that make it act within a few dozen tokens. 16 n-gram
+tables; two shortcut layers of two attentions, two dense MLPs and one mixture of 16 experts and 4 identity experts; an
+indexer for each pair of attentions that keeps 64 keys (4 first, 16 last, 44 chosen) of contexts up to ten times as long;
+YaRN; one draft layer for three drafts. 2.5 million parameters.
+
+**Diet.** Nothing but what the scripts in this folder make: questions about this project, small talk, sums, stories with
+pairs to recall, tool calls, short reasoning. Loss is taken on answers alone. Half of the first tokens are random sequences
+said twice: the heads that copy ("what stood behind this token before?") form on them, all at once, and without them recall
+is not learnt at all. Stories begin with 3 pairs and grow only while recall holds.
+
+**Losses.** Cross-entropy of the next token, of three drafts as a draft round computes them, and for each indexer the
+divergence between what its pair of attentions looks at and what it would choose. That one has no gradient into anything but
+the indexer. Attention is dense first; for the last part of the training it sees the chosen keys alone, as in service.
+The router's choice bias follows the load: an expert with less than its share becomes more likely (arXiv:2408.15664).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+VOCAB_SIZE = 1536
+LONGEST = 640  # tokens of a document
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LongcatCausalLM"],
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "num_layers": 2,
+    "num_attention_heads": 8,
+    "ffn_hidden_size": 256,
+    "expert_ffn_hidden_size": 48,
+    "n_routed_experts": 16,
+    "zero_expert_num": 4,
+    "zero_expert_type": "identity",
+    "moe_topk": 4,
+    "routed_scaling_factor": 2.5,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "rope_type": "deepseek_yarn",
+        "factor": 4,
+        "original_max_position_embeddings": 1024,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1,
+        "mscale_all_dim": 1,
+    },
+    "max_position_embeddings": 4096,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_method": "MLA",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+    "index_topk": 64,
+    "index_init_tokens": 4,
+    "index_local_tokens": 16,
+    "index_k_norm_type": "rms",
+    "cli_factor": 2,
+    "mtp_num_layers": 3,
+    "mtp_replicate_modules": True,
+    "mtp_disable_over_tokenizer": True,
+    "dsa_mtp_cli": True,
+    "use_mla": 1,
+    "use_cache": True,
+    "oe_vocab_size_ratio": 2.567,
+    "oe_neighbor_num": 5,
+    "oe_split_num": 4,
+    "moe_impl": "mix",
+    "moe_switch_token_num": 1024,
+    "torch_dtype": "bfloat16",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Numbers of a training. Times are steps of the optimizer."""
+
+    seed: int = 0
+    steps: int = 2400
+    examples_per_step: int = 112
+    learning_rate: float = 3e-3
+    final_rate: float = 0.02  # the last step's rate, as a part of the first's; a cosine between
+    warmup_steps: int = 100
+    weight_decay: float = 0.02
+    clip: float = 1.0
+    draft_weight: float = 0.3  # of the mean loss of the three drafts
+    index_weight: float = 1.0
+    index_from: float = 0.15  # of all steps: from here on indexers learn
+    sparse_from: float = 0.55  # from here on attention sees the chosen keys alone
+    balance_rate: float = 1e-3  # how far the router's bias goes a step
+    copy_share: float = 0.5  # of examples, until copying holds; then COPY_SHARE_LATER
+    copy_share_later: float = 0.04
+    copy_holds: float = 0.9  # of the tokens of a second half, guessed right
+    recall_holds: float = 0.85  # of the answers to stories, right as a whole
+    first_pairs: int = 3
+    last_pairs: int = 56
+    pairs_a_rise: int = 1
+
+
+# Of the examples that are not copied sequences: how often each skill is drawn.
+SHARES = {"facts": 0.26, "smalltalk": 0.12, "arithmetic": 0.22, "recall": 0.22, "calling": 0.10, "thinking": 0.08}

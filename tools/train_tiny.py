@@ -1,0 +1,91 @@
+"""``python -m tools.train_tiny OUT``: train the small LongCat-2.0 that is shipped, from nothing, on the CPU.
+
+The recipe, with all numbers, is ``tools/tiny/recipe.py``. Writes the checkpoint ``OUT/bf16`` and, by the package's own
+``quantize``, ``OUT/int8``. State is kept in ``OUT/state`` every few minutes: the same command goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from longcat_pd.config.model import ModelConfig
+from tools.tiny import export
+from tools.tiny.feeding import Feeder
+from tools.tiny.recipe import CONFIG, LONGEST, Recipe
+from tools.tiny.rendering import Renderer
+from tools.tiny.training import Seen, Training
+from tools.tiny.twin import Twin
+
+KEEP_EVERY = 200
+SHOW_EVERY = 20
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train, then write both checkpoints. Exit status 0."""
+    parser = argparse.ArgumentParser(prog="python -m tools.train_tiny", description=__doc__)
+    parser.add_argument("out", type=Path, help="folder for the checkpoints and the state")
+    parser.add_argument("--seed", type=int, default=Recipe.seed)
+    parser.add_argument("--steps", type=int, default=Recipe.steps)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    recipe = replace(Recipe(), seed=options.seed, steps=options.steps)
+    state = options.out / "state"
+    state.mkdir(parents=True, exist_ok=True)
+    text = export.text_files(state / "text", seed=recipe.seed)
+    torch.manual_seed(recipe.seed)
+    twin = Twin(ModelConfig.from_dict(CONFIG), longest=LONGEST)
+    feeder = Feeder(recipe, Renderer(text), vocab_size=CONFIG["vocab_size"], longest=LONGEST)
+    training = Training(twin, recipe, feeder)
+    training.resume_if_kept(state)
+    run(training, state)
+    export.checkpoints(options.out, twin, text=state / "text")
+    return 0
+
+
+def run(training: Training, state: Path) -> None:
+    """All steps that are left, with a line of progress."""
+    began, first, tokens = time.monotonic(), training.step, 0
+    shown = list[Seen]()
+    while training.step < training.recipe.steps:
+        seen = training.advance()
+        shown.append(seen)
+        tokens += seen.tokens
+        if training.step % SHOW_EVERY == 0 or training.step == training.recipe.steps:
+            passed = time.monotonic() - began
+            _show(training, shown, speed=tokens / passed, left_s=passed / (training.step - first) * _left(training))
+            shown = []
+        if training.step % KEEP_EVERY == 0 or training.step == training.recipe.steps:
+            training.keep(state)
+
+
+def _left(training: Training) -> int:
+    return training.recipe.steps - training.step
+
+
+def _show(training: Training, shown: Sequence[Seen], *, speed: float, left_s: float) -> None:
+    right, asked = dict[str, float](), dict[str, float]()
+    for seen in shown:
+        for skill, count in seen.asked.items():
+            asked[skill] = asked.get(skill, 0.0) + count
+            right[skill] = right.get(skill, 0.0) + seen.right[skill]
+    rates = " ".join(f"{skill} {right[skill] / asked[skill]:.2f}" for skill in sorted(asked))
+    drafts = [sum(seen.drafted[k] for seen in shown) / max(sum(seen.draftable[k] for seen in shown), 1.0) for k in range(3)]
+    mean = {name: sum(vars(seen)[name] for seen in shown) / len(shown) for name in ("next", "drafts", "index")}
+    sys.stderr.write(
+        f"{training.step}/{training.recipe.steps} loss {mean['next']:.3f} drafts {mean['drafts']:.3f} "
+        f"index {mean['index'] / training.recipe.examples_per_step:.3f} | {rates} | "
+        f"drafts right {' '.join(f'{d:.2f}' for d in drafts)} | pairs {training.curriculum.pairs} "
+        f"sparse {training.is_sparse:d} | {speed:.0f} tokens/s, {left_s / 60:.0f} min left\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
