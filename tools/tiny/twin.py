@@ -6,6 +6,7 @@ of a checkpoint.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -126,6 +127,9 @@ class Twin(nn.Module):
         self.norm = Norm("model.norm", config.hidden_size, config.rms_norm_eps)
         self.head = Matrix("lm_head", config.hidden_size, config.vocab_size)
         self.draft = Draft(config)
+        with torch.no_grad():  # what is read is said alike at first: to copy a token is then one linear map for all of them
+            self.head.weight.copy_(self.embedding.word * 2 / math.sqrt(config.hidden_size))
+            self.draft.word.copy_(self.embedding.word)
         angles = torch.arange(longest + 4, dtype=torch.float64)[:, None] * torch.tensor(config.rope_frequencies).double()
         rotation = torch.polar(torch.full_like(angles, config.rope_magnitude), angles).to(torch.complex64)
         self.register_buffer("rotation", rotation, persistent=False)

@@ -86,7 +86,7 @@ class Attention(nn.Module):
         value_width = config.qk_nope_head_dim + config.v_head_dim
         self.q_a = Matrix(f"{name}.q_a_proj", hidden, config.q_lora_rank)
         self.q_norm = Norm(f"{name}.q_a_layernorm", config.q_lora_rank, config.lora_norm_eps)
-        self.q_b = Matrix(f"{name}.q_b_proj", config.q_lora_rank, heads * config.qk_head_dim)
+        self.q_b = Matrix(f"{name}.q_b_proj", config.q_lora_rank, heads * config.qk_head_dim, gain=0.25)
         self.kv_a = Matrix(f"{name}.kv_a_proj_with_mqa", hidden, config.kv_lora_rank + config.qk_rope_head_dim)
         self.kv_norm = Norm(f"{name}.kv_a_layernorm", config.kv_lora_rank, config.lora_norm_eps)
         self.kv_b = Matrix(f"{name}.kv_b_proj", config.kv_lora_rank, heads * value_width)
