@@ -23,8 +23,8 @@ from tools.tiny.rendering import Renderer
 from tools.tiny.training import Seen, Training
 from tools.tiny.twin import Twin
 
-KEEP_EVERY = 200
-SHOW_EVERY = 20
+KEEP_EVERY = 250
+SHOW_EVERY = 50
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,6 +71,7 @@ def _left(training: Training) -> int:
 
 
 def _show(training: Training, shown: Sequence[Seen], *, speed: float, left_s: float) -> None:
+    step, steps, now = training.step, training.recipe.steps, training.pace.curriculum
     right, asked = dict[str, float](), dict[str, float]()
     for seen in shown:
         for skill, count in seen.asked.items():
@@ -78,11 +79,11 @@ def _show(training: Training, shown: Sequence[Seen], *, speed: float, left_s: fl
             right[skill] = right.get(skill, 0.0) + seen.right[skill]
     rates = " ".join(f"{skill} {right[skill] / asked[skill]:.2f}" for skill in sorted(asked))
     drafts = [sum(seen.drafted[k] for seen in shown) / max(sum(seen.draftable[k] for seen in shown), 1.0) for k in range(3)]
-    mean = {name: sum(vars(seen)[name] for seen in shown) / len(shown) for name in ("next", "drafts", "index")}
+    mean = {name: sum(vars(seen)[name] for seen in shown) / len(shown) for name in ("next", "drafts")}
+    index = sum(seen.index for seen in shown) / max(sum(seen.has_index for seen in shown), 1)
     sys.stderr.write(
-        f"{training.step}/{training.recipe.steps} loss {mean['next']:.3f} drafts {mean['drafts']:.3f} "
-        f"index {mean['index'] / training.recipe.examples_per_step:.3f} | {rates} | "
-        f"drafts right {' '.join(f'{d:.2f}' for d in drafts)} | pairs {training.curriculum.pairs} "
+        f"{step}/{steps} loss {mean['next']:.3f} drafts {mean['drafts']:.3f} index {index:.3f} | {rates} | "
+        f"drafts right {' '.join(f'{d:.2f}' for d in drafts)} | copied {now.copied} pairs {now.pairs} "
         f"sparse {training.is_sparse:d} | {speed:.0f} tokens/s, {left_s / 60:.0f} min left\n"
     )
 

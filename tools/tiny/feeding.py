@@ -34,10 +34,10 @@ FIRST_PLAIN_ID = 19  # behind the special tokens
 
 @dataclass(kw_only=True)
 class Curriculum:
-    """How hard it is now. ``copying``: whether copied sequences are still many; ``pairs``: of the longest story."""
+    """How hard it is now: tokens of the longest copied sequence, and pairs of the longest story."""
 
-    copying: bool = True
-    pairs: int = 3
+    copied: int
+    pairs: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,48 +55,43 @@ class Batch:
 
 
 class Feeder:
-    """Draws the batches of a step."""
+    """Draws pools of documents. The same pool number and curriculum give the same documents."""
 
     def __init__(self, recipe: Recipe, renderer: Renderer, *, vocab_size: int, longest: int) -> None:
         self._recipe, self._renderer = recipe, renderer
         self._vocab_size, self._longest = vocab_size, longest
 
-    def __call__(self, step: int, curriculum: Curriculum) -> list[Batch]:
-        """The batches of a step: ``examples_per_step`` documents, short ones first."""
+    def __call__(self, pool: int, curriculum: Curriculum) -> list[Batch]:
+        """The batches of a pool, in an order by chance."""
         recipe = self._recipe
-        rng = random.Random(f"{recipe.seed} {step}")
-        share = recipe.copy_share if curriculum.copying else recipe.copy_share_later
+        rng = random.Random(f"{recipe.seed} {pool}")
+        share = recipe.copy_share if curriculum.copied < recipe.last_copy else recipe.copy_share_later
         drawn = [
             self._copy(rng, curriculum) if rng.random() < share else self._example(rng, curriculum)
-            for _ in range(recipe.examples_per_step)
+            for _ in range(recipe.pool)
         ]
-        documents = sorted(drawn, key=lambda document: len(document.ids))
         batches, now = list[Batch](), list[Rendered]()
-        for document in documents:
-            if now and _is_other_length(len(now[0].ids), len(document.ids), count=len(now)):
+        for document in sorted(drawn, key=lambda document: len(document.ids)):
+            if now and len(document.ids) * (len(now) + 1) > recipe.tokens_per_step:
                 batches.append(as_batch(now))
                 now = []
             now.append(document)
-        return [*batches, as_batch(now)]
+        batches.append(as_batch(now))
+        rng.shuffle(batches)
+        return batches
 
     def _example(self, rng: random.Random, curriculum: Curriculum) -> Rendered:
         skill = rng.choices(list(SHARES), weights=list(SHARES.values()))[0]
         while True:
-            size = rng.randint(self._recipe.first_pairs, max(curriculum.pairs, self._recipe.first_pairs))
-            rendered = self._renderer(SKILLS[skill](rng, size=size))
+            rendered = self._renderer(SKILLS[skill](rng, size=rng.randint(1, curriculum.pairs)))
             if len(rendered.ids) <= self._longest:
                 return rendered
 
     def _copy(self, rng: random.Random, curriculum: Curriculum) -> Rendered:
-        """Random ids, twice. Longer ones come with longer stories."""
-        count = rng.randint(6, 28 if curriculum.copying else min(28 + 4 * curriculum.pairs, self._longest // 2 - 1))
+        """Random ids, twice."""
+        count = rng.randint(2, min(curriculum.copied, self._longest // 2))
         ids = tuple(rng.randrange(FIRST_PLAIN_ID, self._vocab_size) for _ in range(count))
         return Rendered(skill=COPY, prompt=(*ids, ids[0]), answer=ids[1:])
-
-
-def _is_other_length(shortest: int, length: int, *, count: int) -> bool:
-    """Whether a document stands better in a batch of its own kind: padding costs more than another pass."""
-    return (length - shortest) * count > 1200
 
 
 def as_batch(documents: Sequence[Rendered]) -> Batch:

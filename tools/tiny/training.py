@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 from tools.tiny.feeding import COPY, PAD, Batch, Curriculum, Feeder
 from tools.tiny.recipe import Recipe
 from tools.tiny.twin import Twin
+from tools.tiny.twin_parts import Matrix
 
 NUM_DRAFTS = 3
 NUM_OTHERS, OTHERS_WEIGHT = 32, 0.1
@@ -28,12 +29,12 @@ _STATE = "state.safetensors"
 
 @dataclass(kw_only=True)
 class Seen:
-    """Sums over batches: losses, and by skill how many answers were right as a whole, teacher-forced."""
+    """Of one batch: mean losses, and by skill how many answers were right as a whole, teacher-forced."""
 
     next: float = 0.0
     drafts: float = 0.0
     index: float = 0.0
-    batches: int = 0
+    has_index: int = 0
     tokens: int = 0
     right: dict[str, float] = field(default_factory=dict)
     asked: dict[str, float] = field(default_factory=dict)
@@ -45,18 +46,57 @@ class Seen:
         return self.right.get(skill, 0.0) / max(self.asked.get(skill, 0.0), 1.0)
 
 
+@dataclass(kw_only=True)
+class Pace:
+    """Where a training stands in its diet: the curriculum, how well it holds (running means), and in which pool."""
+
+    curriculum: Curriculum
+    copying: float = 0.0
+    recalling: float = 0.0
+    pool: int = 0
+    taken: int = 0  # batches of the pool
+    drawn_for: Curriculum = field(default_factory=lambda: Curriculum(copied=0, pairs=0))
+
+    def follow(self, seen: Seen, recipe: Recipe) -> None:
+        """Takes in what a batch showed; moves the curriculum where it holds."""
+        now = self.curriculum
+        if seen.asked.get(COPY):
+            self.copying += 0.05 * (seen.rate(COPY) - self.copying)
+            if self.copying > recipe.copy_holds and now.copied < recipe.last_copy:
+                now.copied, self.copying = now.copied + 1 + now.copied // 8, self.copying - 0.1
+        if seen.asked.get("recall"):
+            self.recalling += 0.05 * (seen.rate("recall") - self.recalling)
+            if self.recalling > recipe.recall_holds and now.pairs < recipe.last_pairs:
+                now.pairs, self.recalling = now.pairs + 1 + now.pairs // 12, self.recalling - 0.05
+
+
+def optimizers(twin: Twin, recipe: Recipe) -> dict[str, torch.optim.Optimizer]:
+    """Muon for the matrices that turn vectors into vectors, AdamW for the rest."""
+    matrices = {
+        id(module.weight): module.weight
+        for module in twin.modules()
+        if isinstance(module, Matrix) and module is not twin.head and ".indexer." not in module.name
+    }
+    others = [p for p in twin.parameters() if id(p) not in matrices]
+    groups = [
+        {"params": [p for p in others if p.dim() > 1], "weight_decay": recipe.weight_decay},
+        {"params": [p for p in others if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return {
+        "adamw": torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.97), eps=1e-9),
+        "muon": torch.optim.Muon(list(matrices.values()), weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"),
+    }
+
+
 class Training:
     """Everything that changes while training, and one step of it."""
 
     def __init__(self, twin: Twin, recipe: Recipe, feeder: Feeder) -> None:
         self.twin, self.recipe, self.feeder = twin, recipe, feeder
         self.step = 0
-        self.curriculum = Curriculum(pairs=recipe.first_pairs)
-        self.recall_rate, self.copy_rate = 0.0, 0.0  # running means
-        decayed = [p for p in twin.parameters() if p.dim() > 1]
-        plain = [p for p in twin.parameters() if p.dim() <= 1]
-        groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.97), eps=1e-9)
+        self.pace = Pace(curriculum=Curriculum(copied=recipe.first_copy, pairs=recipe.first_pairs))
+        self.optimizers = optimizers(twin, recipe)
+        self._waiting = list[Batch]()
 
     @property
     def is_sparse(self) -> bool:
@@ -77,22 +117,34 @@ class Training:
 
     def advance(self) -> Seen:
         """One step. Returns what it saw."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate()
-        batches, seen = self.feeder(self.step, self.curriculum), Seen()
-        total = float(sum(batch.weights.sum() for batch in batches))
-        self.optimizer.zero_grad(set_to_none=True)
-        for batch in batches:
-            self._backward(batch, total, seen)
+        rates = {"adamw": self.rate(), "muon": self.rate() * self.recipe.muon_factor}
+        for name, optimizer in self.optimizers.items():
+            for group in optimizer.param_groups:
+                group["lr"] = rates[name]
+            optimizer.zero_grad(set_to_none=True)
+        seen = Seen()
+        self._backward(self._next(), seen)
         clip_grad_norm_(self.twin.parameters(), self.recipe.clip)
-        self.optimizer.step()
+        for optimizer in self.optimizers.values():
+            optimizer.step()
         self.twin.balance(self.recipe.balance_rate)
-        self._harder(seen)
+        self.pace.follow(seen, self.recipe)
         self.step += 1
         return seen
 
-    def _backward(self, batch: Batch, total: float, seen: Seen) -> None:
-        recipe, twin, ids = self.recipe, self.twin, batch.ids
+    def _next(self) -> Batch:
+        pace = self.pace
+        if not self._waiting:  # a training that goes on may stand within a pool
+            pace.drawn_for = pace.drawn_for if pace.taken else replace(pace.curriculum)
+            self._waiting = self.feeder(pace.pool, pace.drawn_for)[pace.taken :]
+        pace.taken += 1
+        batch = self._waiting.pop(0)
+        if not self._waiting:
+            pace.pool, pace.taken = pace.pool + 1, 0
+        return batch
+
+    def _backward(self, batch: Batch, seen: Seen) -> None:
+        recipe, twin, ids, total = self.recipe, self.twin, batch.ids, batch.weights.sum()
         watched, weights = self._watched(batch) if self.learns_index else (None, None)
         now = twin.begin(ids, is_sparse=self.is_sparse, watched=watched, weights=weights)
         final = twin(ids, now)
@@ -109,13 +161,12 @@ class Training:
         drafted = torch.stack(drafts).mean()
         whole = (loss + recipe.draft_weight * drafted) / total
         if now.index_losses:
-            whole = whole + recipe.index_weight * torch.stack(now.index_losses).sum() * len(ids) / recipe.examples_per_step
-            seen.index += float(torch.stack([part.detach() for part in now.index_losses]).mean()) * len(ids)
+            indexed = torch.stack(now.index_losses)
+            whole = whole + recipe.index_weight * indexed.sum()
+            seen.index, seen.has_index = float(indexed.detach().mean()), 1
         torch.autograd.backward(whole)
-        seen.next += float(loss.detach()) / total
-        seen.drafts += float(drafted.detach()) / total
-        seen.batches += 1
-        seen.tokens += int((ids != PAD).sum())
+        seen.next, seen.drafts = float(loss.detach() / total), float(drafted.detach() / total)
+        seen.tokens = int((ids != PAD).sum())
         self._count(batch, hits, seen)
 
     def _watched(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -135,25 +186,13 @@ class Training:
             seen.right[skill] = seen.right.get(skill, 0.0) + right
             seen.asked[skill] = seen.asked.get(skill, 0.0) + 1
 
-    def _harder(self, seen: Seen) -> None:
-        """Moves the curriculum where what is asked now holds."""
-        recipe, now = self.recipe, self.curriculum
-        self.recall_rate += 0.05 * (seen.rate("recall") - self.recall_rate) * bool(seen.asked.get("recall"))
-        self.copy_rate += 0.05 * (seen.rate(COPY) - self.copy_rate) * bool(seen.asked.get(COPY))
-        if self.copy_rate > recipe.copy_holds:
-            now.copying = False
-        if self.recall_rate > recipe.recall_holds and now.pairs < recipe.last_pairs and self.step % 4 == 0:
-            now.pairs = min(now.pairs + recipe.pairs_a_rise, recipe.last_pairs)
-
     def keep(self, folder: Path) -> None:
-        """Writes all that a later ``resume`` needs; what was kept before stays until it is complete."""
+        """Writes all that a later ``resume_if_kept`` needs; what was kept before stays until it is complete."""
         tensors = {f"model.{name}": t.contiguous() for name, t in self.twin.state_dict().items()}
-        for i, moments in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{i}.{name}": t.contiguous() for name, t in moments.items()}
-        facts = {
-            "step": self.step, "recipe": asdict(self.recipe), "curriculum": asdict(self.curriculum),
-            "recall_rate": self.recall_rate, "copy_rate": self.copy_rate,
-        }  # fmt: skip
+        for kind, optimizer in self.optimizers.items():
+            for i, moments in optimizer.state_dict()["state"].items():
+                tensors |= {f"{kind}.{i}.{name}": t.contiguous() for name, t in moments.items()}
+        facts = {"step": self.step, "recipe": asdict(self.recipe), "pace": asdict(self.pace)}
         draft = folder / f".{_STATE}"
         save_file(tensors, draft, metadata={"facts": json.dumps(facts)})
         draft.rename(folder / _STATE)
@@ -168,14 +207,16 @@ class Training:
             raise ValueError(f"{folder} holds a training with another recipe: {facts['recipe']}")
         tensors = load_file(folder / _STATE)
         self.twin.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
-        state = self.optimizer.state_dict()
-        for name, tensor in tensors.items():
-            if name.startswith("optimizer."):
-                _, number, moment = name.split(".")
-                state["state"].setdefault(int(number), {})[moment] = tensor
-        self.optimizer.load_state_dict(state)
-        self.step, self.curriculum = facts["step"], Curriculum(**facts["curriculum"])
-        self.recall_rate, self.copy_rate = facts["recall_rate"], facts["copy_rate"]
+        for kind, optimizer in self.optimizers.items():
+            state = optimizer.state_dict()
+            for name, tensor in tensors.items():
+                if name.startswith(f"{kind}."):
+                    _, number, moment = name.split(".")
+                    state["state"].setdefault(int(number), {})[moment] = tensor
+            optimizer.load_state_dict(state)
+        pace = facts["pace"]
+        curricula = {name: Curriculum(**pace[name]) for name in ("curriculum", "drawn_for")}
+        self.step, self.pace = facts["step"], Pace(**{**pace, **curricula})
 
 
 def _said(logits: Tensor, ids: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

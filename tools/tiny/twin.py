@@ -127,9 +127,13 @@ class Twin(nn.Module):
         self.norm = Norm("model.norm", config.hidden_size, config.rms_norm_eps)
         self.head = Matrix("lm_head", config.hidden_size, config.vocab_size)
         self.draft = Draft(config)
-        with torch.no_grad():  # what is read is said alike at first: to copy a token is then one linear map for all of them
-            self.head.weight.copy_(self.embedding.word * 2 / math.sqrt(config.hidden_size))
-            self.draft.word.copy_(self.embedding.word)
+        with torch.no_grad():
+            # What is read is said alike at first: to copy a token is then one linear map for all of them. And all words
+            # have a part in common, which stands in for the biases that the model lacks: by it a head can look at places.
+            word = self.embedding.word
+            self.head.weight.copy_(word * 2 / math.sqrt(config.hidden_size))
+            word.add_(torch.randn(config.hidden_size) * 0.5)
+            self.draft.word.copy_(word)
         angles = torch.arange(longest + 4, dtype=torch.float64)[:, None] * torch.tensor(config.rope_frequencies).double()
         rotation = torch.polar(torch.full_like(angles, config.rope_magnitude), angles).to(torch.complex64)
         self.register_buffer("rotation", rotation, persistent=False)
