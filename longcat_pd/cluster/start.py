@@ -8,23 +8,17 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 from longcat_pd.cluster import stop
 from longcat_pd.cluster.jobs import Answer, Ended, Order
 from longcat_pd.cluster.machines import Cluster, cluster_of, running_cluster_of
-from longcat_pd.cluster.record import RunFolder
 from longcat_pd.cluster.sessions import Session, Sessions
 from longcat_pd.cluster.telling import EXIT_FAILED, EXIT_OK, complain, grouped, refuse_if_any, say
 from longcat_pd.config.node_checks import is_loopback
-from longcat_pd.config.resolve import unresolved
 from longcat_pd.config.services import balancer_url, services, start_limit_s
 from longcat_pd.errors import ConfigError
 
-DEFAULT_CHECKPOINT = Path(".run/models/tiny-2.0")
 CHECK_S = 120.0  # for a machine to say what stands against a start, once it is connected
 KEEP_S = 30.0  # for an agent to end once all is ready
 
@@ -49,7 +43,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Start, and wait. Exit status: 0 it serves, 2 refused before anything was started, the culprit's, else 1."""
-    _make_default_checkpoint(options.root, Path(unresolved(options.config, options.overrides).model.path))
     cluster = cluster_of(options)
     _refuse_what_runs_elsewhere(running_cluster_of(options), cluster)
     _warn_of_a_hidden_balancer(cluster)
@@ -73,18 +66,6 @@ def main(options: argparse.Namespace) -> int:
     where = logs if len(cluster.machines) == 1 else f"{logs} of each machine"
     say(f"ready: {url}; logs in {where}. Try:\n\n{_curl(url, cluster.config.load_balancer.api_key_file)}\n")
     return EXIT_OK
-
-
-def _make_default_checkpoint(root: Path, wanted: Path) -> None:
-    default = (root / DEFAULT_CHECKPOINT).resolve()
-    if wanted != default or (default / "config.json").is_file():
-        return
-    with RunFolder(default.parent).one_at_a_time():
-        say(f"making a small random checkpoint in {default} (once)")
-        command = [sys.executable, "-m", "longcat_pd.tiny", "--variant", "2.0", "--out", str(default)]
-        made = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
-    if made.returncode:
-        raise ConfigError(f"model.path={default}: the checkpoint could not be made (exit status {made.returncode})")
 
 
 def _refuse_what_runs_elsewhere(before: Cluster, cluster: Cluster) -> None:

@@ -15,6 +15,7 @@ from longcat_pd import log
 from longcat_pd.config import resolve
 from longcat_pd.errors import ConfigError, LongcatError
 from longcat_pd.server.run import STATUS_FAULT, STATUS_REFUSED
+from longcat_pd.standalone.default_model import HELP, with_default
 from longcat_pd.standalone.lines import answer_file, read_lines
 from longcat_pd.standalone.offline_run import run
 
@@ -29,12 +30,15 @@ def main(arguments: Sequence[str]) -> int:
     for name, is_there in foreign.items():
         if is_there:
             parser.error(f"{name} does not go with {'--yaml' if options.yaml else '--input'}")
+    if options.yaml and options.model is None:
+        parser.error("--yaml needs --model: the model_name that it is for")
     log.set_up(level="warning")
-    overrides = [*options.overrides, *([f"model.dtype={options.dtype}"] if options.dtype else [])]
+    settings = [*options.overrides, *([f"model.dtype={options.dtype}"] if options.dtype else [])]
     try:
         if options.yaml is not None:
             return run(options.model, options.yaml, options.overrides, only_check=options.check, out=sys.stdout)
-        spec = resolve.standalone(options.model, overrides, host="127.0.0.1", port=_PORT)
+        model, overrides = with_default(options.model, settings)
+        spec = resolve.standalone(model, overrides, host="127.0.0.1", port=_PORT)
         return asyncio.run(answer_file(spec, read_lines(options.input), sys.stdout))
     except ConfigError as error:  # whoever runs this reads no log
         sys.stderr.write("".join(f"error: {line}\n" for line in error.message.splitlines()))
@@ -47,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     text = "Answer the request bodies of a file, in order; or the prompts of an offline YAML, with a table of times."
     parser = argparse.ArgumentParser(prog="longcat-pd infer", description=text)
-    parser.add_argument("--model", required=True, help="checkpoint's folder; with --yaml the model_name that it is for")
+    parser.add_argument("--model", metavar="DIR", help=f"{HELP}; with --yaml the model_name that it is for")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--input", metavar="FILE", help="JSON lines: bodies of chat or of completions")
     source.add_argument("--yaml", metavar="FILE", help="model_config, data_config, parallel_config, scheduler_config")

@@ -17,6 +17,7 @@ from longcat_pd.config.schema import LoadBalancerConfig
 from longcat_pd.errors import ConfigError
 from longcat_pd.server.run import STATUS_OK, listen, refuse
 from longcat_pd.sizing import preflight
+from longcat_pd.standalone.default_model import HELP, with_default
 from longcat_pd.standalone.online import serve
 
 
@@ -27,7 +28,8 @@ def main(arguments: Sequence[str]) -> int:
     log.logger().info("starting", role="standalone")
     keys = {"api_key_file": options.api_key_file, "admin_key_file": options.admin_key_file}
     try:
-        cluster = resolve.standalone_cluster(options.model, options.overrides, host=options.host, port=options.port)
+        model, overrides = with_default(options.model, options.overrides)
+        cluster = resolve.standalone_cluster(model, overrides, host=options.host, port=options.port)
         spec = resolve.instance_spec(cluster, "standalone")
         front = replace(cluster.load_balancer, **{name: path for name, path in keys.items() if path is not None})
         found = preflight.inspect(spec)
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="longcat-pd serve", description="Serve one engine over HTTP, without a balancer.")
-    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint")
+    parser.add_argument("--model", metavar="DIR", help=HELP)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=LoadBalancerConfig.port, help="of HTTP; the ranks use the next ones")
     parser.add_argument("--api-key-file", metavar="FILE", help="keys of clients, one a line; none: open to all")
