@@ -153,6 +153,17 @@ def test_a_day_of_a_server(server: Server, checkpoint: Path, tmp_path: Path) -> 
     server.until(lambda: not any(_is_alive(pid) for pid in pids))
 
 
+def test_infer_without_a_model_asks_the_one_of_the_package(tmp_path: Path) -> None:
+    lines = tmp_path / "in.jsonl"
+    lines.write_text(json.dumps({"messages": [{"role": "user", "content": "Who are you?"}], "temperature": 0}))
+    command = [COMMAND, "infer", "--input", str(lines), "--set", "model.default_max_tokens=64"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_S)
+    answer = json.loads(done.stdout)
+    assert (answer["model"], answer["choices"][0]["finish_reason"]) == ("longcat-tiny", "stop")
+    assert "LongCat" in answer["choices"][0]["message"]["content"]
+    assert "no --model" in done.stderr
+
+
 def test_a_drain_lets_what_runs_finish_and_a_second_signal_cuts_it(server: Server) -> None:
     server.wait_ready()
     stream = Stream(server)

@@ -19,8 +19,8 @@ from longcat_pd.config.resolve import (
     standalone_cluster,
     unresolved,
 )
+from longcat_pd.config.shipped import SERVED_NAME, shipped_checkpoint
 from longcat_pd.errors import ConfigError
-from longcat_pd.tiny.configs import make_config
 
 CHECKPOINT: dict[str, Any] = {
     "vocab_size": 320,
@@ -465,9 +465,11 @@ CLUSTERS = sorted((Path(__file__).parents[2] / "deploy" / "config" / "cluster").
 
 
 @pytest.mark.parametrize("file", CLUSTERS, ids=lambda file: file.stem)
-def test_what_is_shipped_fits_the_checkpoint_that_start_makes(file: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(make_config("2.0", (), dtype="float32")))
-    config = load(file, [f"model.path={tmp_path}"])
+def test_the_files_for_cpu_serve_the_shipped_checkpoint(file: Path) -> None:
+    place = unresolved(file).model.path
+    assert Path(place.replace("/opt/longcat_pd/current", str(file.parents[3]))).resolve() == shipped_checkpoint()
+    config = load(file, [f"model.path={shipped_checkpoint()}"])
+    assert config.model.served_name == SERVED_NAME
     assert config.prefill is not None and config.decode is not None
     worlds = {"local-cpu": (4, 2), "twin-cpu": (4, 4), "hosts4-cpu": (2, 2)}
     assert (config.prefill.parallel.world_size, config.decode.parallel.world_size) == worlds[file.stem]
