@@ -17,7 +17,6 @@ from longcat_pd.cluster.code import distribute
 from tests.clone import ROOT
 from tests.hosts.clusters import cluster_tree, place, write_cluster
 from tests.hosts.rig import Hosts
-from tests.parity.conftest import MakeCheckpoint
 
 ENGINE = {"block_size": 16, "max_num_seqs": 4, "rank_lost_s": 4, "step_timeout_s": 20, "drain_timeout_s": 4}
 SOON_S = 45.0  # a dead link is noticed after 15 s, one who gave a job and has gone after 30
@@ -63,13 +62,13 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def deployed(machines: Hosts, tiny: MakeCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
-    """Code and a checkpoint of their own on all hosts."""
+def deployed(machines: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    """Code on all hosts, and the checkpoint that came with it in a place of its own."""
     machines.restore()
     cluster = Cluster(machines, tmp_path_factory.mktemp("cluster"))
     assert distribute(ROOT, cluster.file, overrides=()) == 0
     for number in range(4):
-        machines.exec(number, f"cp -r {tiny('2.0', with_tokenizer=True)} {machines.disk}/model")
+        machines.exec(number, f"cp -r {place(machines)}/current/longcat_pd/tiny/trained/bf16 {machines.disk}/model")
     return cluster
 
 
@@ -87,7 +86,7 @@ def test_start_answers_stop_and_nothing_stays(cluster: Cluster) -> None:
     assert cluster("start") == 0, cluster.said
     assert f"curl -X POST {cluster.url}/v1/chat/completions" in cluster.said
     status, answer = cluster.ask()
-    assert status == 200 and answer["usage"]["completion_tokens"] == 8, answer
+    assert status == 200 and 1 <= answer["usage"]["completion_tokens"] <= 8, answer
     seen = cluster.hosts.exec(0, f"curl -sf --noproxy '*' {cluster.url}/ready && echo; cat /proc/net/dev")
     assert '"ready":true' in seen.replace(" ", ""), "hosts see the balancer under its own address too"
     assert cluster("status") == 0 and cluster.said.count("ready") >= 3
