@@ -7,6 +7,7 @@ The recipe, with all numbers, is ``tools/tiny/recipe.py``. Writes the checkpoint
 from __future__ import annotations
 
 import argparse
+import ctypes
 import sys
 import time
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
+    keep_memory()
     recipe = replace(Recipe(), seed=options.seed, steps=options.steps)
     state = options.out / "state"
     state.mkdir(parents=True, exist_ok=True)
@@ -48,6 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run(training, state)
     export.checkpoints(options.out, twin, text=state / "text")
     return 0
+
+
+def keep_memory() -> None:
+    """Tells glibc not to give memory back between steps: asking for it anew takes more time than the sums (Linux)."""
+    if sys.platform == "linux":
+        libc, mmap_max, trim_threshold, top_pad = ctypes.CDLL(None), -4, -1, -2
+        for parameter, value in ((mmap_max, 0), (trim_threshold, 2**31 - 1), (top_pad, 2**28)):
+            libc.mallopt(parameter, value)
 
 
 def run(training: Training, state: Path) -> None:

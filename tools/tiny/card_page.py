@@ -14,7 +14,8 @@ from tools.tiny.card_runs import Checkpoint, Run
 ABOUT = f"""Made by `python -m tools.eval_tiny`. Temperature 0, at most {MAX_TOKENS} tokens an answer, blocks of {BLOCK} \
 tokens, prefill chunks of {CHUNK} tokens in one engine and of 64 in the pools. Every question is a chat request through \
 the product's own face, 16 at a time; text is right if it is the expected one but for white space, numbers and tool calls \
-by value. The test set is fixed; none of its questions is trained on, except the facts "asked as taught".
+by value. The test set is fixed; nearly all of its questions were never trained on; those "as taught" \
+and a few openers, such as "hello", were.
 
 *Tokens per step*: what a decode step brings one sequence, accepted drafts included: `avg_spec_accept_length` over all \
 answers. *{CONTROL}*: the same cases in an engine whose indexer scores every pair of a query and a key with an evenly \

@@ -63,11 +63,11 @@ class Pace:
         if seen.asked.get(COPY):
             self.copying += 0.05 * (seen.rate(COPY) - self.copying)
             if self.copying > recipe.copy_holds and now.copied < recipe.last_copy:
-                now.copied, self.copying = now.copied + 1 + now.copied // 8, self.copying - 0.1
+                now.copied, self.copying = min(now.copied * 9 // 8 + 1, recipe.last_copy), self.copying - 0.1
         if seen.asked.get("recall"):
             self.recalling += 0.05 * (seen.rate("recall") - self.recalling)
             if self.recalling > recipe.recall_holds and now.pairs < recipe.last_pairs:
-                now.pairs, self.recalling = now.pairs + 1 + now.pairs // 12, self.recalling - 0.05
+                now.pairs, self.recalling = min(now.pairs * 13 // 12 + 1, recipe.last_pairs), self.recalling - 0.05
 
 
 def optimizers(twin: Twin, recipe: Recipe) -> dict[str, torch.optim.Optimizer]:

@@ -1,0 +1,169 @@
+"""The training of the shipped checkpoint: its diet, its steps, and that it goes on where it was interrupted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from longcat_pd.config.model import ModelConfig
+from longcat_pd.models.checkpoint import open_checkpoint
+from longcat_pd.models.tensor_names import draft_tensors, expected_tensors
+from longcat_pd.server.text import TextProcessor
+from tools.tiny import arithmetic, calling, export, feeding, recall
+from tools.tiny.feeding import COPY, PAD, Curriculum, Feeder
+from tools.tiny.recipe import CONFIG, LONGEST, Recipe
+from tools.tiny.rendering import Renderer
+from tools.tiny.training import Pace, Seen, Training
+from tools.tiny.twin import Twin
+
+RECIPE = Recipe(steps=8, pool=24, tokens_per_step=512, warmup_steps=2)
+SMALL = CONFIG | {"hidden_size": 32, "ffn_hidden_size": 32, "expert_ffn_hidden_size": 8, "q_lora_rank": 16}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextProcessor:
+    return export.text_files(tmp_path_factory.mktemp("tiny") / "text", seed=0)
+
+
+@pytest.fixture
+def feeder(text: TextProcessor) -> Feeder:
+    return Feeder(RECIPE, Renderer(text), vocab_size=CONFIG["vocab_size"], longest=LONGEST)
+
+
+def training_of(feeder: Feeder, recipe: Recipe = RECIPE) -> Training:
+    torch.manual_seed(recipe.seed)
+    return Training(Twin(ModelConfig.from_dict(SMALL), longest=LONGEST), recipe, feeder)
+
+
+def test_a_prompt_is_what_the_server_makes_of_it_and_the_answer_ends(text: TextProcessor) -> None:
+    example = arithmetic.cases()[0]
+    rendered = Renderer(text)(example)
+    assert text.template is not None
+    prompt = text.template.render(example.messages, [], {"enable_thinking": False})
+    assert list(rendered.prompt) == text.encode(prompt, adds_special=False)
+    assert rendered.answer[-1] == CONFIG["eos_token_id"]
+    assert text.raw(rendered.answer) == f"{example.answer.content}</longcat_s>"
+
+
+def test_a_call_is_rendered_in_the_markup(text: TextProcessor) -> None:
+    example = next(case for case in calling.cases() if case.answer.calls)
+    (call,) = example.answer.calls
+    answer = text.raw(Renderer(text)(example).answer)
+    assert answer.startswith(f"<longcat_tool_call>{call.name}\n<longcat_arg_key>")
+    assert answer.endswith("</longcat_tool_call></longcat_s>")
+
+
+def test_the_same_pool_gives_the_same_documents_and_another_one_others(feeder: Feeder) -> None:
+    now = Curriculum(copied=6, pairs=4)
+    first, again, other = feeder(3, now), feeder(3, now), feeder(4, now)
+    assert [batch.ids.tolist() for batch in first] == [batch.ids.tolist() for batch in again]
+    assert [batch.ids.tolist() for batch in first] != [batch.ids.tolist() for batch in other]
+    assert sum(len(batch.skills) for batch in first) == RECIPE.pool
+    assert all(batch.ids.numel() <= RECIPE.tokens_per_step or len(batch.ids) == 1 for batch in first)
+
+
+def test_the_curriculum_bounds_what_is_asked(feeder: Feeder, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = list[int]()
+
+    def drawn(rng: object, *, size: int) -> object:
+        sizes.append(size)
+        return recall.draw(rng, size=size)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(feeding, "SHARES", {"recall": 1.0})
+    monkeypatch.setattr(feeding, "SKILLS", {"recall": drawn})
+    copies = [b for pool in range(8) for b in feeder(pool, Curriculum(copied=5, pairs=3)) if set(b.skills) == {COPY}]
+    assert set(sizes) == {1, 2, 3}
+    assert {int((batch.weights > 0).sum(1).max()) for batch in copies} == {4}  # of 5 tokens said again, 4 are asked
+
+
+def test_a_row_says_the_token_behind_it(feeder: Feeder) -> None:
+    """Of copied sequences: what a row should say stands half a document before it as well."""
+    for batch in feeder(0, Curriculum(copied=6, pairs=1)):
+        for i, skill in enumerate(batch.skills):
+            length = int((batch.ids[i] != PAD).sum())
+            rows = batch.rows[i][batch.weights[i] > 0]
+            said = batch.ids[i][rows + 1]
+            assert int(rows[-1]) == length - 2
+            if skill == COPY:
+                assert said.tolist() == batch.ids[i][rows + 1 - length // 2].tolist()
+            else:
+                assert int(said[-1]) == CONFIG["eos_token_id"]
+            assert float(batch.weights[i].sum()) == pytest.approx(len(rows) ** 0.5)
+
+
+def test_an_interrupted_training_goes_on_as_if_it_had_not_been(feeder: Feeder, tmp_path: Path) -> None:
+    whole = training_of(feeder)
+    for _ in range(5):
+        whole.advance()
+    first = training_of(feeder)
+    for _ in range(3):
+        first.advance()
+    first.keep(tmp_path)
+    second = training_of(feeder)
+    second.resume_if_kept(tmp_path)
+    assert (second.step, second.pace) == (first.step, first.pace)
+    assert second.pace.taken > 0, "it was interrupted within a pool"
+    for _ in range(2):
+        second.advance()
+    truth = whole.twin.tensors()
+    assert all(torch.equal(tensor, truth[name]) for name, tensor in second.twin.tensors().items())
+
+
+def test_another_recipe_is_refused(feeder: Feeder, tmp_path: Path) -> None:
+    training_of(feeder).keep(tmp_path)
+    with pytest.raises(ValueError, match="another recipe"):
+        training_of(feeder, replace(RECIPE, steps=9)).resume_if_kept(tmp_path)
+
+
+def test_nothing_is_resumed_where_nothing_was_kept(feeder: Feeder, tmp_path: Path) -> None:
+    training = training_of(feeder)
+    training.resume_if_kept(tmp_path)
+    assert training.step == 0
+
+
+def test_steps_lower_the_losses_in_both_phases(feeder: Feeder) -> None:
+    training = training_of(feeder, replace(RECIPE, steps=24, index_from=0.0, sparse_from=0.5, learning_rate=5e-3))
+    seen = [training.advance() for _ in range(24)]
+    early, late = seen[:6], seen[-6:]
+    for name in ("next", "drafts"):
+        assert sum(vars(one)[name] for one in late) < 0.95 * sum(vars(one)[name] for one in early), name
+    assert training.is_sparse
+
+
+def test_stories_grow_only_while_recall_holds() -> None:
+    pace = Pace(curriculum=Curriculum(copied=4, pairs=1))
+    for _ in range(200):
+        pace.follow(Seen(right={"recall": 8.0}, asked={"recall": 10.0}), RECIPE)
+    assert pace.curriculum == Curriculum(copied=4, pairs=1)
+    for _ in range(40):
+        pace.follow(Seen(right={"recall": 10.0, COPY: 10.0}, asked={"recall": 10.0, COPY: 10.0}), RECIPE)
+    assert pace.curriculum.pairs > 1 and pace.curriculum.copied > 4
+    for _ in range(2000):
+        pace.follow(Seen(right={"recall": 10.0, COPY: 10.0}, asked={"recall": 10.0, COPY: 10.0}), RECIPE)
+    assert pace.curriculum == Curriculum(copied=RECIPE.last_copy, pairs=RECIPE.last_pairs)
+
+
+def test_the_rate_rises_and_falls() -> None:
+    training = Training(Twin(ModelConfig.from_dict(SMALL), longest=8), replace(RECIPE, steps=100), None)  # type: ignore[arg-type]
+    rates = list[float]()
+    for training.step in range(100):
+        rates.append(training.rate())
+    assert rates[0] == pytest.approx(RECIPE.learning_rate / 2, rel=1e-3)
+    assert max(rates) <= RECIPE.learning_rate
+    assert rates[-1] < 0.03 * RECIPE.learning_rate
+
+
+def test_the_folders_are_checkpoints(text: TextProcessor, tmp_path: Path) -> None:
+    twin = Twin(ModelConfig.from_dict(CONFIG), longest=8)
+    export.text_files(tmp_path / "text", seed=0)
+    export.checkpoints(tmp_path, twin, text=tmp_path / "text")
+    config = ModelConfig.load(tmp_path / "bf16")
+    names = (expected_tensors(config) | draft_tensors(config)).keys()
+    assert open_checkpoint(tmp_path / "bf16").shard_of.keys() == names
+    assert ModelConfig.load(tmp_path / "int8").quantization is not None
+    assert TextProcessor.load(str(tmp_path / "int8")).has_tokenizer
+    total = sum(path.stat().st_size for path in (*(tmp_path / "bf16").iterdir(), *(tmp_path / "int8").iterdir()))
+    assert total < 12_000_000
