@@ -12,9 +12,9 @@ import jsonschema
 import pytest
 
 from tools.tiny import arithmetic, calling, facts, offered, recall, smalltalk, subjects, talks, thinking
+from tools.tiny.arithmetic import digit_by_digit
 from tools.tiny.corpus import corpus
 from tools.tiny.examples import Example
-from tools.tiny.thinking import digit_by_digit
 from tools.tiny.wording import NAMES, is_chinese, plain
 
 SKILLS = {

@@ -74,9 +74,42 @@ def drawn_problem(rng: random.Random) -> Problem:
             return problem
 
 
-def example(problem: Problem, form: str) -> Example:
-    """The problem asked in one of the forms."""
-    return Example(skill="arithmetic", messages=(user_says(asked(problem, form)),), answer=Answer(content=problem.solution))
+def example(problem: Problem, form: str, *, shows_work: bool = True) -> Example:
+    """The problem asked in one of the forms; the answer is the solution, behind the work unless that is thought before."""
+    content = f"{digit_by_digit(problem)}\n{problem.solution}" if shows_work else problem.solution
+    return Example(skill="arithmetic", messages=(user_says(asked(problem, form)),), answer=Answer(content=content))
+
+
+def digit_by_digit(problem: Problem) -> str:
+    """How the problem is calculated on paper."""
+    left, right = problem.left, problem.right
+    if problem.sign == "+":
+        return added(left, right)
+    if left < right:
+        return f"{left} is less than {right}, so the result is negative. {right} - {left}: {subtracted(right, left)}"
+    return subtracted(left, right)
+
+
+def added(left: int, right: int) -> str:
+    """The sum by units and tens, with the carry."""
+    units = left % 10 + right % 10
+    carry = units // 10
+    tens = left // 10 + right // 10 + carry
+    return (
+        f"Units: {left % 10} + {right % 10} = {units}, write {units % 10}, carry {carry}. "
+        f"Tens: {left // 10} + {right // 10} + {carry} = {tens}."
+    )
+
+
+def subtracted(left: int, right: int) -> str:
+    """The difference by units and tens, with what is borrowed; left is not less than right."""
+    borrowed = int(left % 10 < right % 10)
+    units = left % 10 + 10 * borrowed - right % 10
+    tens = left // 10 - right // 10 - borrowed
+    return (
+        f"Units: {left % 10 + 10 * borrowed} - {right % 10} = {units}, borrow {borrowed}. "
+        f"Tens: {left // 10} - {right // 10} - {borrowed} = {tens}."
+    )
 
 
 def asked(problem: Problem, form: str) -> str:

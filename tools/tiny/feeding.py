@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tools.tiny import arithmetic, calling, facts, recall, smalltalk, thinking
 from tools.tiny.examples import Example
-from tools.tiny.recipe import SHARES, Recipe
+from tools.tiny.recipe import LATE_SHARES, SHARES, Recipe
 from tools.tiny.rendering import Rendered, Renderer
 
 Draw = Callable[..., Example]
@@ -34,10 +34,11 @@ FIRST_PLAIN_ID = 19  # behind the special tokens
 
 @dataclass(kw_only=True)
 class Curriculum:
-    """How hard it is now: tokens of the longest copied sequence, and pairs of the longest story."""
+    """How hard it is now: tokens of the longest copied sequence, pairs of the longest story, and which shares hold."""
 
     copied: int
     pairs: int
+    is_late: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class Feeder:
         """The batches of a pool, in an order by chance."""
         recipe = self._recipe
         rng = random.Random(f"{recipe.seed} {pool}")
-        share = recipe.copy_share if curriculum.copied < recipe.last_copy else recipe.copy_share_later
+        share = 1.0 if curriculum.copied < recipe.last_copy else recipe.copy_share_later
         drawn = [
             self._copy(rng, curriculum) if rng.random() < share else self._example(rng, curriculum)
             for _ in range(recipe.pool)
@@ -81,7 +82,8 @@ class Feeder:
         return batches
 
     def _example(self, rng: random.Random, curriculum: Curriculum) -> Rendered:
-        skill = rng.choices(list(SHARES), weights=list(SHARES.values()))[0]
+        shares = LATE_SHARES if curriculum.is_late else SHARES
+        skill = rng.choices(list(shares), weights=list(shares.values()))[0]
         while True:
             rendered = self._renderer(SKILLS[skill](rng, size=rng.randint(1, curriculum.pairs)))
             if len(rendered.ids) <= self._longest:

@@ -6,10 +6,11 @@ indexer for each pair of attentions that keeps 64 keys (4 first, 16 last, 44 cho
 YaRN; one draft layer for three drafts. 2.5 million parameters.
 
 **Diet.** Nothing but what the scripts in this folder make: questions about this project, small talk, sums, stories with
-pairs to recall, tool calls, short reasoning. Loss is taken on answers alone. Half of the first documents are random
-sequences said twice: the heads that copy ("what stood behind this token before?") form on them, and without them recall is
-not learnt. They begin with 2 to 4 tokens, stories with one pair, and both grow only while what is asked now holds: copying
-from a short text is learnt at once, then finding the place in a longer one.
+pairs to recall, tool calls, short reasoning. Loss is taken on answers alone. At first all documents are random
+sequences said twice: the heads that copy ("what stood behind this token before?") form on them, and recall, sums that
+repeat their numbers and arguments of calls stand on those. They begin with 2 to 4 tokens and grow while copying holds:
+to copy from a short text is learnt at once, then to find the place in a longer one. Stories begin with one pair and grow
+while recall holds.
 
 **First weights.** Two things decide whether copying is learnt in a quarter of a million tokens or not in ten times as many
 (``Twin``): the head begins as the embedding, and all words have a part in common. The family has no biases, so without that
@@ -97,7 +98,7 @@ class Recipe:
     """Numbers of a training. Times are steps of the optimizer."""
 
     seed: int = 0
-    steps: int = 6000
+    steps: int = 5500
     pool: int = 128  # documents drawn at a time, and sorted by length into batches
     tokens_per_step: int = 3072  # padded, of a batch; one batch is a step
     learning_rate: float = 1.5e-3
@@ -111,9 +112,9 @@ class Recipe:
     index_from: float = 0.2  # of all steps: from here on indexers learn
     sparse_from: float = 0.6  # from here on attention sees the chosen keys alone
     balance_rate: float = 5e-4  # how far the router's bias goes a step
-    copy_share: float = 0.5  # of documents, until copies have LAST_COPY tokens; then COPY_SHARE_LATER
-    copy_share_later: float = 0.04
-    copy_holds: float = 0.8  # of the tokens of a second half, guessed right
+    late_from: int = 1500  # the step from which LATE_SHARES hold
+    copy_share_later: float = 0.05  # of documents, once copies have ``last_copy`` tokens; until then all
+    copy_holds: float = 0.75  # of the tokens of a second half, guessed right
     recall_holds: float = 0.85  # of the answers to stories, right as a whole
     first_copy: int = 4  # tokens of the longest copied sequence
     last_copy: int = 48
@@ -121,5 +122,7 @@ class Recipe:
     last_pairs: int = 56
 
 
-# Of the examples that are not copied sequences: how often each skill is drawn.
+# Of the documents that are not copied sequences: how often each skill is drawn, first and from ``late_from`` on. Wordings
+# are learnt soon; sums take many examples and are short.
 SHARES = {"facts": 0.26, "smalltalk": 0.12, "arithmetic": 0.22, "recall": 0.22, "calling": 0.10, "thinking": 0.08}
+LATE_SHARES = {"facts": 0.07, "smalltalk": 0.05, "arithmetic": 0.40, "recall": 0.26, "calling": 0.11, "thinking": 0.11}

@@ -45,39 +45,7 @@ def with_reasoning(made: Example, reasoning: str) -> Example:
 
 def solved(problem: Problem, form: str) -> Example:
     """A problem, calculated digit by digit."""
-    return with_reasoning(arithmetic.example(problem, form), digit_by_digit(problem))
-
-
-def digit_by_digit(problem: Problem) -> str:
-    """How the problem is calculated on paper."""
-    left, right = problem.left, problem.right
-    if problem.sign == "+":
-        return added(left, right)
-    if left < right:
-        return f"{left} is less than {right}, so the result is negative. {right} - {left}: {subtracted(right, left)}"
-    return subtracted(left, right)
-
-
-def added(left: int, right: int) -> str:
-    """The sum by units and tens, with the carry."""
-    units = left % 10 + right % 10
-    carry = units // 10
-    tens = left // 10 + right // 10 + carry
-    return (
-        f"Units: {left % 10} + {right % 10} = {units}, write {units % 10}, carry {carry}. "
-        f"Tens: {left // 10} + {right // 10} + {carry} = {tens}."
-    )
-
-
-def subtracted(left: int, right: int) -> str:
-    """The difference by units and tens, with what is borrowed; left is not less than right."""
-    borrowed = int(left % 10 < right % 10)
-    units = left % 10 + 10 * borrowed - right % 10
-    tens = left // 10 - right // 10 - borrowed
-    return (
-        f"Units: {left % 10 + 10 * borrowed} - {right % 10} = {units}, borrow {borrowed}. "
-        f"Tens: {left // 10} - {right // 10} - {borrowed} = {tens}."
-    )
+    return with_reasoning(arithmetic.example(problem, form, shows_work=False), arithmetic.digit_by_digit(problem))
 
 
 def remembered(story: recall.Story) -> Example:

@@ -61,7 +61,7 @@ class Pace:
         """Takes in what a batch showed; moves the curriculum where it holds."""
         now = self.curriculum
         if seen.asked.get(COPY):
-            self.copying += 0.05 * (seen.rate(COPY) - self.copying)
+            self.copying += 0.1 * (seen.rate(COPY) - self.copying)
             if self.copying > recipe.copy_holds and now.copied < recipe.last_copy:
                 now.copied, self.copying = min(now.copied * 9 // 8 + 1, recipe.last_copy), self.copying - 0.1
         if seen.asked.get("recall"):
@@ -135,6 +135,7 @@ class Training:
     def _next(self) -> Batch:
         pace = self.pace
         if not self._waiting:  # a training that goes on may stand within a pool
+            pace.curriculum.is_late = self.step >= self.recipe.late_from
             pace.drawn_for = pace.drawn_for if pace.taken else replace(pace.curriculum)
             self._waiting = self.feeder(pace.pool, pace.drawn_for)[pace.taken :]
         pace.taken += 1
