@@ -32,7 +32,7 @@ VALIDATORS = {
     for tool in offered.TOOLS
 }
 PROBLEM = re.compile(r"(\d+) ?(\+|-|plus|minus|加|减) ?(\d+)")
-SOLUTION = re.compile(r"(\d+) ([+-]) (\d+) = (-?\d+)")
+SOLUTION = re.compile(r"(?:.*\n)?(\d+) ([+-]) (\d+) = (-?\d+)")
 
 
 @cache
