@@ -1,7 +1,8 @@
 """Every metric of the product, declared once; one ``Metrics`` object with a registry of its own for each process.
 
-Owns names, kinds, labels and buckets. Does not know who counts. ``role`` and ``instance`` are bound when the object is
-made; what is left are the few labels named at each attribute, whose values come from closed sets.
+Owns names, kinds, labels, buckets, and which roles show a metric. Does not know who counts. ``role`` and ``instance`` are
+bound when the object is made; what is left are the few labels named at each attribute, whose values come from closed sets.
+Where such a set is given here, all its members are there from the beginning: a rate needs the zero before the one.
 
 Names of attributes are those of the metrics, in groups: ``metrics.http.inflight_requests`` is
 ``longcat_pd_inflight_requests``. A metric with more labels is called with their values, in order:
@@ -10,8 +11,10 @@ Names of attributes are those of the metrics, in groups: ``metrics.http.inflight
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import product
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -24,6 +27,13 @@ _WAITS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 6
 _STEPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 
 _GAPS = (0.00005, 0.0001, 0.0002, 0.0005, *_STEPS)
+
+_GENERATING = ("decode", "standalone")  # roles
+_ANSWERING = (*_GENERATING, "load_balancer")
+_PREFILLING = ("prefill", "standalone", "load_balancer")
+_HANDING_OVER = ("prefill", "decode", "load_balancer")
+_ANSWERS = MappingProxyType[str, tuple[str, ...]]({"route": (), "status": ()})
+_PHASES = MappingProxyType({"prefill": ("prefill",), "decode": ("decode",), "standalone": ("prefill", "decode")})
 
 
 class Labelled(Generic[_Metric]):
@@ -39,47 +49,72 @@ class Labelled(Generic[_Metric]):
 
 
 class _Declare:
-    """Makes metrics in one registry, with the prefix and the two labels that all of them have."""
+    """Makes metrics in one registry, with the prefix and the two labels that all of them have.
+
+    ``labels`` maps each further label to its values; no values: they come as they are used. ``of``: the roles that show the
+    metric; in another one it can be used and is not seen.
+    """
 
     def __init__(self, registry: CollectorRegistry, role: str, instance: str) -> None:
         self._registry = registry
         self._bound = (role, instance)
 
-    def counters(self, name: str, text: str, labels: Sequence[str]) -> Labelled[Counter]:
-        return Labelled(Counter(f"longcat_pd_{name}", text, self._labels(labels), registry=self._registry), self._bound)
+    def counters(
+        self, name: str, text: str, labels: Mapping[str, Sequence[str]], *, of: Sequence[str] = ()
+    ) -> Labelled[Counter]:
+        return self._bind(Counter(f"longcat_pd_{name}", text, _names(labels), registry=self._registry_of(of)), labels)
 
-    def gauges(self, name: str, text: str, labels: Sequence[str]) -> Labelled[Gauge]:
-        return Labelled(Gauge(f"longcat_pd_{name}", text, self._labels(labels), registry=self._registry), self._bound)
+    def gauges(self, name: str, text: str, labels: Mapping[str, Sequence[str]]) -> Labelled[Gauge]:
+        return self._bind(Gauge(f"longcat_pd_{name}", text, _names(labels), registry=self._registry), labels)
 
     def histograms(
-        self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float] = _WAITS
+        self,
+        name: str,
+        text: str,
+        labels: Mapping[str, Sequence[str]],
+        *,
+        buckets: Sequence[float] = _WAITS,
+        of: Sequence[str] = (),
     ) -> Labelled[Histogram]:
         family = Histogram(
-            f"longcat_pd_{name}", text, self._labels(labels), registry=self._registry, buckets=tuple(buckets)
+            f"longcat_pd_{name}", text, _names(labels), registry=self._registry_of(of), buckets=tuple(buckets)
         )
-        return Labelled(family, self._bound)
+        return self._bind(family, labels)
 
-    def counter(self, name: str, text: str) -> Counter:
-        return self.counters(name, text, ())()
+    def counter(self, name: str, text: str, *, of: Sequence[str] = ()) -> Counter:
+        return self.counters(name, text, {}, of=of)()
 
     def gauge(self, name: str, text: str) -> Gauge:
-        return self.gauges(name, text, ())()
+        return self.gauges(name, text, {})()
 
-    def histogram(self, name: str, text: str, buckets: Sequence[float] = _WAITS) -> Histogram:
-        return self.histograms(name, text, (), buckets)()
+    def histogram(self, name: str, text: str, *, buckets: Sequence[float] = _WAITS, of: Sequence[str] = ()) -> Histogram:
+        return self.histograms(name, text, {}, buckets=buckets, of=of)()
 
-    @staticmethod
-    def _labels(more: Sequence[str]) -> tuple[str, ...]:
-        return ("role", "instance", *more)
+    def phases(self) -> tuple[str, ...]:
+        """The phases of the steps of this role."""
+        return _PHASES.get(self._bound[0], ())
+
+    def _bind(self, family: _Metric, labels: Mapping[str, Sequence[str]]) -> Labelled[_Metric]:
+        bound = Labelled(family, self._bound)
+        for values in product(*labels.values()):
+            bound(*values)
+        return bound
+
+    def _registry_of(self, roles: Sequence[str]) -> CollectorRegistry | None:
+        return self._registry if not roles or self._bound[0] in roles else None
+
+
+def _names(labels: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    return ("role", "instance", *labels)
 
 
 class HttpMetrics:
     """What the HTTP face saw. ``route`` is a path of our own table or ``other``; ``status`` includes 499."""
 
     def __init__(self, declare: _Declare) -> None:
-        self.http_requests_total = declare.counters("http_requests_total", "Answers sent", ("route", "status"))
+        self.http_requests_total = declare.counters("http_requests_total", "Answers sent", _ANSWERS)
         self.http_request_seconds = declare.histograms(
-            "http_request_seconds", "From the request's head to the end of its answer", ("route", "status")
+            "http_request_seconds", "From the request's head to the end of its answer", _ANSWERS
         )
         self.inflight_requests = declare.gauge("inflight_requests", "Generation requests that have no end yet")
 
@@ -96,16 +131,22 @@ class RequestMetrics:
     """
 
     def __init__(self, declare: _Declare) -> None:
-        self.requests_total = declare.counters("requests_total", "Generation requests by how they ended", ("outcome",))
-        self.cancels_total = declare.counters("cancels_total", "Requests ended before their time", ("from",))
+        self.requests_total = declare.counters("requests_total", "Generation requests by how they ended", {"outcome": ()})
+        self.cancels_total = declare.counters(
+            "cancels_total", "Requests ended before their time", {"from": ("client", "deadline", "peer", "drain")}
+        )
         self.prompt_tokens_total = declare.counter("prompt_tokens_total", "Tokens of prompts")
         self.cached_tokens_total = declare.counter("cached_tokens_total", "Tokens of prompts that were not computed again")
-        self.output_tokens_total = declare.counter("output_tokens_total", "Tokens of answers")
+        self.output_tokens_total = declare.counter("output_tokens_total", "Tokens of answers", of=_ANSWERING)
         self.queue_seconds = declare.histogram("queue_seconds", "Arrival to the first plan or the offer's grant")
-        self.prefill_seconds = declare.histogram("prefill_seconds", "First prefill plan to the first token")
-        self.transfer_seconds = declare.histogram("transfer_seconds", "End of prefill to the committed hand-over")
-        self.first_token_seconds = declare.histogram("first_token_seconds", "Arrival to the first token")
-        self.per_token_seconds = declare.histogram("per_token_seconds", "Mean time between tokens of one answer", _STEPS)
+        self.prefill_seconds = declare.histogram("prefill_seconds", "First prefill plan to the first token", of=_PREFILLING)
+        self.transfer_seconds = declare.histogram(
+            "transfer_seconds", "End of prefill to the committed hand-over", of=_HANDING_OVER
+        )
+        self.first_token_seconds = declare.histogram("first_token_seconds", "Arrival to the first token", of=_ANSWERING)
+        self.per_token_seconds = declare.histogram(
+            "per_token_seconds", "Mean time between tokens of one answer", buckets=_STEPS, of=_ANSWERING
+        )
         self.request_seconds = declare.histogram("request_seconds", "Arrival to the last token")
 
 
@@ -119,21 +160,34 @@ class EngineMetrics:
     """
 
     def __init__(self, declare: _Declare) -> None:
-        self.step_seconds = declare.histograms("step_seconds", "A plan's turn to its output received", ("phase",), _STEPS)
+        phase = {"phase": declare.phases()}
+        self.step_seconds = declare.histograms(
+            "step_seconds", "A plan's turn to its output received", phase, buckets=_STEPS
+        )
         self.driver_step_seconds = declare.histograms(
-            "driver_step_seconds", "The driver's own work for one step", ("phase",), _STEPS
+            "driver_step_seconds", "The driver's own work for one step", phase, buckets=_STEPS
         )
         self.step_wait_seconds = declare.histogram(
-            "step_wait_seconds", "What a rank waited for a decode step that was due", _GAPS
+            "step_wait_seconds", "What a rank waited for a decode step that was due", buckets=_GAPS, of=_GENERATING
         )
-        self.step_compute_seconds = declare.histogram("step_compute_seconds", "What a rank computed a decode step", _STEPS)
-        self.draft_tokens_total = declare.counter("draft_tokens_total", "Tokens proposed by the draft source")
-        self.accepted_tokens_total = declare.counter("accepted_tokens_total", "Proposed tokens that were accepted")
-        self.sequences = declare.gauges("sequences", "Sequences in the scheduler", ("state",))
-        self.blocks = declare.gauges("blocks", "Cache blocks, all shards together", ("state",))
-        self.slots = declare.gauges("slots", "Decode slots", ("state",))
+        self.step_compute_seconds = declare.histogram(
+            "step_compute_seconds", "What a rank computed a decode step", buckets=_STEPS, of=_GENERATING
+        )
+        self.draft_tokens_total = declare.counter(
+            "draft_tokens_total", "Tokens proposed by the draft source", of=_GENERATING
+        )
+        self.accepted_tokens_total = declare.counter(
+            "accepted_tokens_total", "Proposed tokens that were accepted", of=_GENERATING
+        )
+        self.sequences = declare.gauges("sequences", "Sequences in the scheduler", {"state": ("waiting", "running")})
+        self.blocks = declare.gauges(
+            "blocks",
+            "Cache blocks, all shards together",
+            {"state": ("free", "cached", "reserved", "live", "quarantined")},
+        )
+        self.slots = declare.gauges("slots", "Decode slots", {"state": ("free", "used")})
         self.compilations = declare.gauge("compilations", "Graphs that the ranks compiled since they began")
-        self.ranks = declare.gauges("ranks", "Rank processes", ("state",))
+        self.ranks = declare.gauges("ranks", "Rank processes", {"state": ("ok", "silent", "lost")})
 
 
 class TransferMetrics:
@@ -141,10 +195,13 @@ class TransferMetrics:
 
     def __init__(self, declare: _Declare) -> None:
         self.transfers_open = declare.gauge("transfers_open", "Hand-overs without an end yet")
-        self.transfers_total = declare.counters("transfers_total", "Hand-overs by how they ended", ("outcome",))
+        outcomes = ("committed", "aborted", "timed_out", "digest_mismatch", "peer_lost")
+        self.transfers_total = declare.counters("transfers_total", "Hand-overs by how they ended", {"outcome": outcomes})
         self.transfer_bytes_total = declare.counter("transfer_bytes_total", "Cache bytes sent or received on lanes")
         self.transfer_early_bytes_total = declare.counter(
-            "transfer_early_bytes_total", "Of transfer_bytes_total, sent before the last layer of the prompt was computed"
+            "transfer_early_bytes_total",
+            "Of transfer_bytes_total, sent before the last layer of the prompt was computed",
+            of=("prefill",),
         )
 
 
@@ -155,12 +212,19 @@ class BalancerMetrics:
     """
 
     def __init__(self, declare: _Declare) -> None:
-        self.legs_open = declare.gauges("legs_open", "Calls to workers without an end yet", ("leg",))
-        self.leg_failures_total = declare.counters("leg_failures_total", "Calls to workers that failed", ("leg", "cause"))
+        leg = {"leg": ("prefill", "decode")}
+        self.legs_open = declare.gauges("legs_open", "Calls to workers without an end yet", leg)
+        self.leg_failures_total = declare.counters(
+            "leg_failures_total", "Calls to workers that failed", {**leg, "cause": ("client", "load", "self", "peer")}
+        )
         self.retries_total = declare.counter("retries_total", "Second attempts")
-        self.failovers_total = declare.counters("failovers_total", "Answers that another pair had to finish", ("outcome",))
-        self.instance_ready = declare.gauges("instance_ready", "Whether an instance is in the pool", ("target",))
-        self.breaker_open = declare.gauges("breaker_open", "Whether an instance is kept out for its failures", ("target",))
+        self.failovers_total = declare.counters(
+            "failovers_total", "Answers that another pair had to finish", {"outcome": ("completed", "failed", "no_pair")}
+        )
+        self.instance_ready = declare.gauges("instance_ready", "Whether an instance is in the pool", {"target": ()})
+        self.breaker_open = declare.gauges(
+            "breaker_open", "Whether an instance is kept out for its failures", {"target": ()}
+        )
 
 
 class Metrics:
@@ -175,7 +239,8 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._refreshes: list[Callable[[], None]] = []
         self._declare = declare = _Declare(self._registry, role, instance)
-        self._build_info = declare.gauges("build_info", "Always 1", ("version", "model_digest", "wire_version"))
+        build = dict.fromkeys(("version", "model_digest", "wire_version"), ())
+        self._build_info = declare.gauges("build_info", "Always 1", build)
         self.ready = declare.gauge("ready", "What /ready says")
         self.draining = declare.gauge("draining", "Whether new requests are refused because the process is to end")
 

@@ -19,6 +19,7 @@ from longcat_pd.load_balancer.events import MAX_ANSWER_BYTES, MAX_EVENT_BYTES, E
 from longcat_pd.load_balancer.pool import Instance, Pair, Pool
 from longcat_pd.load_balancer.replies import (
     Failure,
+    Usage,
     check_answer,
     check_prefilled,
     check_stream_head,
@@ -26,6 +27,7 @@ from longcat_pd.load_balancer.replies import (
     failure_of,
     finish_reason,
     is_event_stream,
+    usage_of,
 )
 from longcat_pd.load_balancer.workers import Incoming, WorkerCut, WorkerRefused, Workers
 from longcat_pd.metrics import Metrics
@@ -66,6 +68,7 @@ class Whole:
 
     body: bytes = field(repr=False)
     finish: str | None
+    usage: Usage | None
 
 
 Piece = Whole | list[Event]
@@ -184,7 +187,8 @@ class Attempt:
             check_stream_head(incoming.headers)
         elif not hears or not is_event_stream(incoming.headers):
             reply = await incoming.whole()
-            yield Whole(reply.body, finish_reason(check_answer(reply)["choices"]))
+            answer = check_answer(reply)
+            yield Whole(reply.body, finish_reason(answer["choices"]), usage_of(answer.get("usage")))
             return
         reader = EventReader(hears=hears, max_bytes=MAX_ANSWER_BYTES if is_whole else MAX_EVENT_BYTES)
         groups = Groups(is_whole=is_whole)
@@ -255,7 +259,8 @@ def _assembled(group: list[Event]) -> Whole:
     answers = [event for event in group[:-1] if event.raw]
     if len(answers) != 1:
         raise BadWorkerAnswer(f"a decode instance sent {len(answers)} answers to one call")
-    return Whole(answers[0].data, answers[0].finish)
+    usage = next((event.usage for event in group if event.usage is not None), None)
+    return Whole(answers[0].data, answers[0].finish, usage)
 
 
 def _judge(done: list[asyncio.Task[Any]], echo: LegFailed | None) -> LegFailed | None:

@@ -214,7 +214,7 @@ class Course:
         self._on_piece()
         progress.last_sent = self._means.clock.now()
         if isinstance(piece, Whole):  # when its first token came is not to be seen from here
-            progress.finish = piece.finish
+            progress.finish, progress.usage = piece.finish, piece.usage
             await client.start(200, {**JSON_HEAD, "Content-Length": str(len(piece.body))})
             await client.finish(piece.body)
             progress.is_told = True
@@ -222,6 +222,7 @@ class Course:
         self._ledger.note(piece)
         for event in piece:
             progress.finish = event.finish or progress.finish
+            progress.usage = event.usage or progress.usage
         if not self._call.is_stream:
             return
         progress.first_token = progress.first_token or progress.last_sent

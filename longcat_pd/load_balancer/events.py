@@ -1,9 +1,10 @@
 """Events of a worker's stream: bytes to whole events with what their comments say, and events to what may be passed on.
 
-Owns the comment lines of failover. Pure: knows neither calls nor clients. Comments never come out.
+Owns the comment lines beside an answer. Pure: knows neither calls nor clients. Comments never come out.
 
     : answer {"seed": …, "created": …, "prompt_digest": "…"}    once, before the first event and the first ids
     : ids BASE64                                                 the ids that a group of events takes, little-endian int32
+    : usage {…}                                                  the ``usage`` object, at the end of an answer
 """
 
 from __future__ import annotations
@@ -11,10 +12,19 @@ from __future__ import annotations
 import base64
 import binascii
 import struct
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from longcat_pd.errors import BadWorkerAnswer
-from longcat_pd.load_balancer.replies import AnswerCut, Failure, error_in_stream, failure_of, finish_reason
+from longcat_pd.load_balancer.replies import (
+    AnswerCut,
+    Failure,
+    Usage,
+    error_in_stream,
+    failure_of,
+    finish_reason,
+    usage_of,
+)
 from longcat_pd.load_balancer.workers import parse_object
 
 MAX_EVENT_BYTES = 16 << 20  # a worker that never ends an event, or a group of them, does not fill our memory
@@ -43,8 +53,8 @@ class Origin:
 class Event:
     """One event of a stream: the bytes to pass on, and what they say. ``failure``: it is the stream's error.
 
-    ``ids`` and ``origin`` are what comments before it say; no ids are said by ``()``. With comments alone there are no
-    bytes.
+    ``ids``, ``origin`` and ``usage`` are what comments before it say; no ids are said by ``()``. With comments alone there
+    are no bytes.
     """
 
     raw: bytes
@@ -53,6 +63,7 @@ class Event:
     failure: Failure | None = None
     ids: tuple[int, ...] | None = None
     origin: Origin | None = None
+    usage: Usage | None = None
 
     @property
     def data(self) -> bytes:
@@ -64,7 +75,7 @@ class EventReader:
     """Bytes of a stream in pieces of any size -> whole events; half an event never comes out.
 
     Args:
-        hears: whether comments of failover are read; else they are dropped as all others.
+        hears: whether comments of failover are read; else they are dropped as all others but that of usage.
         max_bytes: of one event.
     """
 
@@ -107,13 +118,17 @@ class EventReader:
 
     def _event(self, block: bytes) -> Event | None:
         lines = [line for line in block.split(b"\n") if line]
-        origin, ids = self._heard([line[1:].strip() for line in lines if line.startswith(b":")])
+        comments = [line[1:].strip() for line in lines if line.startswith(b":")]
+        origin, ids = self._heard(comments)
+        usage = _usage_in(comments)
         data = [line for line in lines if not line.startswith(b":")]
         if not data:
-            return None if ids is None and origin is None else Event(b"", ids=ids, origin=origin)
+            is_heard = (ids, origin, usage) != (None, None, None)
+            return Event(b"", ids=ids, origin=origin, usage=usage) if is_heard else None
         if len(data) > 1 or not data[0].startswith(b"data:"):
             raise BadWorkerAnswer("the stream of a worker holds something else than events")
-        return _read_data(data[0][5:].strip(), ids=ids, origin=origin, is_first=not self._has_chunk)
+        event = _read_data(data[0][5:].strip(), is_first=not self._has_chunk)
+        return replace(event, ids=ids, origin=origin, usage=usage)
 
     def _heard(self, comments: list[bytes]) -> tuple[Origin | None, tuple[int, ...] | None]:
         """What the comments before one event say. Raises BadWorkerAnswer."""
@@ -152,20 +167,29 @@ def _unpacked(text: bytes) -> tuple[int, ...]:
     return ids
 
 
-def _read_data(data: bytes, *, ids: tuple[int, ...] | None, origin: Origin | None, is_first: bool) -> Event:
+def _usage_in(comments: list[bytes]) -> Usage | None:
+    """What the comments before one event say that the answer cost; what is malformed says nothing."""
+    for kind, _, text in (comment.partition(b" ") for comment in comments):
+        if kind == b"usage":
+            with suppress(BadWorkerAnswer):
+                return usage_of(parse_object(text))
+    return None
+
+
+def _read_data(data: bytes, *, is_first: bool) -> Event:
     """Raises BadWorkerAnswer."""
     raw = b"data: " + data + b"\n\n"
     if data == b"[DONE]":
         if is_first:
             raise BadWorkerAnswer("the stream of a worker ended without a chunk")
-        return Event(raw, is_done=True, ids=ids)
+        return Event(raw, is_done=True)
     value = parse_object(data)
     if "error" in value:
         return Event(raw, failure=error_in_stream(value, data))
     choices = value.get("choices")
     if not isinstance(choices, list):
         raise BadWorkerAnswer("an event of a worker is neither a chunk nor an error")
-    return Event(raw, finish=finish_reason(choices), ids=ids, origin=origin)
+    return Event(raw, finish=finish_reason(choices))
 
 
 class Groups:

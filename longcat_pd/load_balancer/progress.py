@@ -12,8 +12,8 @@ from typing import Any, Literal
 from longcat_pd import log
 from longcat_pd.load_balancer.attempt import LegFailed
 from longcat_pd.load_balancer.pool import Pair
-from longcat_pd.load_balancer.replies import Failure
-from longcat_pd.metrics import Metrics
+from longcat_pd.load_balancer.replies import Failure, Usage
+from longcat_pd.metrics import Metrics, RequestMetrics
 
 
 @dataclass(kw_only=True)
@@ -29,6 +29,7 @@ class Progress:
     first_token: float | None = None
     finish: str | None = None
     prefilled: Mapping[str, Any] | None = None
+    usage: Usage | None = None  # as the decode instance has told it
     failure: Failure | None = None
     failed_at: str | None = None
     is_told: bool = False  # the client has the whole answer
@@ -64,10 +65,42 @@ class Progress:
         else:
             requests.requests_total(self.finish or "stop").inc()
             requests.request_seconds.observe(now - self.started)
-            if self.first_token is not None:
-                facts["ttft_ms"] = round((self.first_token - self.started) * 1000)
-                requests.first_token_seconds.observe(self.first_token - self.started)
-            log.logger().info("request_finished", finish=self.finish, **facts, **_prefill_facts(self.prefilled))
+            facts |= self._tokens(requests)
+            log.logger().info("request_finished", finish=self.finish, **facts, **self._prefill(requests))
+
+    def _tokens(self, requests: RequestMetrics) -> dict[str, Any]:
+        """Count what the answer cost and how fast it came; the same for the log. When tokens came, a stream alone shows."""
+        facts: dict[str, Any] = {}
+        usage, first = self.usage, self.first_token
+        if usage is not None:
+            requests.prompt_tokens_total.inc(usage.prompt)
+            requests.cached_tokens_total.inc(usage.cached)
+            requests.output_tokens_total.inc(usage.output)
+            facts |= {"prompt": usage.prompt, "cached": usage.cached, "output": usage.output}
+        if first is not None:
+            requests.first_token_seconds.observe(first - self.started)
+            facts["ttft_ms"] = round((first - self.started) * 1000)
+        if first is not None and usage is not None and usage.output > 1:
+            per_token = (self.last_sent - first) / (usage.output - 1)
+            requests.per_token_seconds.observe(per_token)
+            facts["tpot_ms"] = round(per_token * 1000, 3)
+        return facts
+
+    def _prefill(self, requests: RequestMetrics) -> dict[str, Any]:
+        """Count P's account of its part; the same for the log. What it does not say in numbers is left out."""
+        given = (self.prefilled or {}).get("timings_ms")
+        timings = given if isinstance(given, dict) else {}
+        spans = {
+            "queue": requests.queue_seconds,
+            "prefill": requests.prefill_seconds,
+            "transfer": requests.transfer_seconds,
+        }
+        facts: dict[str, Any] = {}
+        for name, histogram in spans.items():
+            if isinstance(timings.get(name), int | float):
+                histogram.observe(timings[name] / 1000)
+                facts[f"{name}_ms"] = round(timings[name], 1)
+        return facts
 
     def _account_failover(self, metrics: Metrics) -> None:
         """What became of the failover, if there was one; a client that left before its end learns nothing of it."""
@@ -91,14 +124,3 @@ def log_leg(failed: LegFailed, progress: Progress) -> None:
         attempt=progress.attempt,
         transfer=progress.transfer_id,
     )
-
-
-def _prefill_facts(prefilled: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The figures of P's account that are numbers, under the names of the log."""
-    if prefilled is None:
-        return {}
-    given = prefilled.get("timings_ms")
-    timings = given if isinstance(given, dict) else {}
-    facts = {f"{name}_ms": timings.get(name) for name in ("queue", "prefill", "transfer")}
-    facts["prompt"] = prefilled.get("prompt_tokens")
-    return {name: round(value, 1) for name, value in facts.items() if isinstance(value, (int, float))}

@@ -27,6 +27,15 @@ class AnswerCut(BadWorkerAnswer):
     """The body of an answer ended properly, but before the answer did."""
 
 
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What an answer cost, in tokens."""
+
+    prompt: int
+    cached: int
+    output: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Failure:
     """Why a call has no answer: what follows from it, and what the client gets.
@@ -139,6 +148,17 @@ def check_answer(reply: Reply) -> dict[str, Any]:
     if not is_json(reply.headers) or not isinstance(value.get("choices"), list):
         raise BadWorkerAnswer("a decode instance answered with something else than choices")
     return value
+
+
+def usage_of(value: object) -> Usage | None:
+    """Of a ``usage`` object. None for anything else: an answer is not refused for what only counters need."""
+    if not isinstance(value, dict):
+        return None
+    details = value.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else 0
+    counts = [value.get("prompt_tokens"), cached, value.get("completion_tokens")]
+    numbers = [count for count in counts if type(count) is int and count >= 0]
+    return Usage(*numbers) if len(numbers) == len(counts) else None
 
 
 def is_json(headers: Mapping[str, str]) -> bool:

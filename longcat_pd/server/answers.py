@@ -7,7 +7,7 @@ made by joining the same pieces that a stream sends one by one, so that the two 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,12 +90,13 @@ class Step:
     """What one step of the engine adds to an answer: the records to send, and the counted ids that they take.
 
     Of an answer that is told as a whole, the ids come without records, and the record at last without ids. ``token_ids`` is
-    None for what follows the last token.
+    None for what follows the last token. ``usage``: the object of that name, on the last step of an answer.
     """
 
     origin: Origin
     records: tuple[dict[str, Any], ...] = ()
     token_ids: tuple[int, ...] | None = None
+    usage: Mapping[str, Any] | None = None
 
 
 class AnswerForm:

@@ -81,7 +81,10 @@ class Face:
             return form.whole([piece async for piece in pieces])
 
     async def chunks(self, body: Body, call: Call) -> AsyncGenerator[Step, None]:
-        """The chunks of a stream, the first not before the first token. Raises LongcatError."""
+        """The chunks of a stream, the first not before the first token; the last step may have none.
+
+        Raises LongcatError.
+        """
         form = self._form(body, call)
         chunks: list[dict[str, Any]] = []
         token_ids: list[int] = []
@@ -92,8 +95,7 @@ class Face:
                 if piece.ends_step:
                     yield Step(form.origin, tuple(chunks), tuple(token_ids))
                     chunks, token_ids = [], []
-        if body.include_usage:
-            yield Step(form.origin, (form.usage_chunk(),))
+        yield Step(form.origin, (form.usage_chunk(),) if body.include_usage else (), usage=form.usage.record())
 
     async def answer_in_steps(self, body: Body, call: Call) -> AsyncGenerator[Step, None]:
         """The whole answer at last, and before it the ids that it is made of, but for those of its last step: nothing goes
@@ -108,7 +110,8 @@ class Face:
                 if piece.ends_step and piece.finish_reason is None:
                     yield Step(form.origin, token_ids=tuple(token_ids))
                     token_ids = []
-        yield Step(form.origin, (form.whole(kept),))
+        answer = form.whole(kept)
+        yield Step(form.origin, (answer,), usage=answer["usage"])
 
     async def prefilled(self, body: Body, call: Call) -> dict[str, Any]:
         """A prefill leg's answer, after the hand-overs of all choices are acknowledged. Raises LongcatError."""

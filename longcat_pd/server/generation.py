@@ -76,7 +76,8 @@ async def encoded(steps: AsyncGenerator[Step, None]) -> AsyncGenerator[bytes, No
     """The events of a stream; those of one step together."""
     async with aclosing(steps):
         async for step in steps:
-            yield b"".join(map(event, step.records))
+            if step.records:
+                yield b"".join(map(event, step.records))
 
 
 def request_id_of(request: Request) -> str:

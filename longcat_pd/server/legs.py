@@ -14,12 +14,12 @@ from longcat_pd.config.schema import LoadBalancerConfig, Role
 from longcat_pd.metrics import HttpMetrics
 from longcat_pd.server.about_routes import Endpoint, Routes
 from longcat_pd.server.face import Face
-from longcat_pd.server.generation import Generation, encoded, request_id_of
+from longcat_pd.server.generation import Generation, request_id_of
 from longcat_pd.server.leg import FAILOVER, Leg, read_leg
 from longcat_pd.server.openai import CHAT_ROUTE, COMPLETIONS_ROUTE, Body
 from longcat_pd.server.requests import Call
 from longcat_pd.server.resume import can_go_on, need_one_choice, read_resume
-from longcat_pd.server.told import told
+from longcat_pd.server.told import metered, told
 
 
 class Legs:
@@ -45,7 +45,7 @@ class Legs:
             return self._generation.stream(request, told(steps, has_ids=can_go_on(body)))
         if not body.stream:
             return await self._generation.whole(request, self._face.answer(body, call))
-        return self._generation.stream(request, encoded(self._face.chunks(body, call)))
+        return self._generation.stream(request, metered(self._face.chunks(body, call)))
 
     async def prefill(self, request: Request) -> Response:
         """A leg to a prefill worker: the answer says that the hand-over is done, also where the body asks for a stream."""

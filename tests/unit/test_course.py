@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from longcat_pd.errors import WorkerUnavailable
 from tests.balancer_rig import (
     BODY,
     DONE,
+    WHOLE,
     WHOLE_BYTES,
     Exchange,
     LegCall,
@@ -88,7 +90,7 @@ def attempts(rig: Rig) -> list[tuple[str, str]]:
 
 def outcomes(rig: Rig) -> dict[str, float]:
     text = rig.means.metrics.render().decode().splitlines()
-    lines = [line for line in text if line.startswith("longcat_pd_failovers_total{")]
+    lines = [line for line in text if line.startswith("longcat_pd_failovers_total{") and not line.endswith(" 0.0")]
     return {line.split('outcome="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
 
 
@@ -167,6 +169,59 @@ async def test_comments_never_reach_the_client_and_an_undisturbed_answer_has_one
     assert answer.body == UNDISTURBED
     assert len(rig.cluster.calls) == 2
     assert outcomes(rig) == {}
+
+
+USAGE = {
+    "prompt_tokens": 9,
+    "completion_tokens": 8,
+    "total_tokens": 17,
+    "prompt_tokens_details": {"cached_tokens": 4},
+    "completion_tokens_details": {"reasoning_tokens": 0},
+}
+
+
+def counted(rig: Rig) -> dict[str, float]:
+    """The balancer's tokens: prompt, cached, output; and how often a request's histograms were moved."""
+    text = rig.means.metrics.render().decode()
+    found = re.findall(r"^longcat_pd_(\w+)_tokens_total{.*} (\S+)$", text, re.MULTILINE)
+    found += re.findall(
+        r"^longcat_pd_(\w+)_seconds_count{instance=\"lb\",role=\"load_balancer\"} (\S+)$", text, re.MULTILINE
+    )
+    return {name: float(value) for name, value in found if float(value)}
+
+
+def usage_line(value: object = USAGE) -> bytes:
+    return b": usage " + json.dumps(value).encode() + b"\n"
+
+
+@pytest.mark.parametrize("failover", [True, False])
+async def test_tokens_of_a_stream_are_counted_as_its_worker_tells_them_and_the_client_hears_nothing(failover: bool) -> None:
+    rig = await Rig.make(failover=failover)
+    told = TOLD if failover else b"".join(event for events, _ in STEPS for event in events) + DONE
+    rig.script(d0=stream(*in_bits(told.removesuffix(DONE) + usage_line() + b": keep-alive\n\n" + DONE)))
+    exchange = rig.post(STREAMED)
+    await settle(1000)
+    assert (await ended(rig, exchange)).body == UNDISTURBED
+    spans = dict.fromkeys(("queue", "prefill", "first_token", "per_token", "request"), 1)
+    assert counted(rig) == {"prompt": 9, "cached": 4, "output": 8, **spans}
+
+
+@pytest.mark.parametrize("in_steps", [True, False])
+async def test_tokens_of_a_whole_answer_are_counted_as_its_worker_tells_them(in_steps: bool) -> None:
+    rig = await Rig.make()
+    answer = json.dumps({**WHOLE, "usage": USAGE}).encode()
+    steps = origin() + b"\n" + said(1) + b"\n" + b"data: " + answer + b"\n\n" + usage_line() + DONE
+    rig.script(d0=stream(steps) if in_steps else raw(200, answer))
+    assert (await ended(rig, rig.post())).body == answer
+    assert counted(rig) == {"prompt": 9, "cached": 4, "output": 8, "queue": 1, "prefill": 1, "request": 1}
+
+
+@pytest.mark.parametrize("bad", [7, {}, {**USAGE, "prompt_tokens": -1}, {**USAGE, "completion_tokens": "8"}])
+async def test_an_answer_is_not_refused_for_a_usage_that_is_none(bad: object) -> None:
+    rig = await Rig.make()
+    rig.script(d0=stream(TOLD.removesuffix(DONE) + usage_line(bad) + DONE))
+    assert (await ended(rig, rig.post(STREAMED))).body == UNDISTURBED
+    assert counted(rig) == {"queue": 1, "prefill": 1, "first_token": 1, "request": 1}
 
 
 async def test_a_worker_that_says_no_ids_is_served_as_before_and_not_finished_elsewhere() -> None:

@@ -47,7 +47,7 @@ class Rig:
     def counted(self, name: str) -> dict[str, float]:
         text = self.metrics.render().decode()
         pattern = rf'longcat_pd_{name}\{{.*(?:outcome|from)="(\w+)".*\}} (\S+)'
-        return {label: float(value) for label, value in re.findall(pattern, text)}
+        return {label: float(value) for label, value in re.findall(pattern, text) if float(value)}
 
 
 ON_P = (Event.ARRIVED, Event.OFFERED, Event.GRANTED, Event.PREFILL_STARTED, Event.PREFILL_ENDED, Event.COMMITTED)

@@ -1,14 +1,10 @@
+from itertools import product
+
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from longcat_pd.metrics import Metrics
-
-NAMES = """
-build_info ready draining http_requests_total http_request_seconds inflight_requests requests_total prompt_tokens_total
-output_tokens_total queue_seconds prefill_seconds transfer_seconds first_token_seconds
-per_token_seconds request_seconds step_seconds driver_step_seconds step_wait_seconds step_compute_seconds sequences
-blocks slots ranks transfers_open transfers_total transfer_bytes_total legs_open leg_failures_total retries_total
-failovers_total cancels_total instance_ready breaker_open
-"""
+from tests.metric_table import KINDS, TABLE, Row, families_of, scraped
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -20,17 +16,33 @@ def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], f
     }
 
 
-def test_every_name_of_the_contract_is_declared_with_role_and_instance() -> None:
-    metrics = Metrics(role="decode", instance="d0")
-    for _group in (metrics.http, metrics.requests, metrics.engine, metrics.transfers, metrics.balancer):
-        pass
-    text = metrics.render().decode()
-    declared = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
-    assert {f"longcat_pd_{name}" for name in NAMES.split()} <= declared
-    assert all(name.startswith("longcat_pd_") for name in declared)
-    values = [line for line in text.splitlines() if not line.startswith("#")]
-    assert values
-    assert all('role="decode"' in line and 'instance="d0"' in line for line in values)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_process_shows_the_table_of_the_contract_and_nothing_else(kind: str) -> None:
+    metrics = Metrics(role=kind, instance="x0")
+    groups = [metrics.http, metrics.requests]
+    groups += [metrics.balancer] if kind == "load_balancer" else [metrics.engine]
+    groups += [metrics.transfers] if kind in ("prefill", "decode") else []
+    assert scraped(metrics.render().decode(), kind=kind, instance="x0").families == families_of(kind)
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if row.labels and all(row.labels.values())], ids=lambda row: row.name)
+def test_members_of_a_closed_set_are_there_before_anything_is_counted(row: Row) -> None:
+    """What appears with its first count has no zero before it, and a rate does not see that count."""
+    for kind in row.on:
+        metrics = Metrics(role=kind, instance="x0")
+        for group in (metrics.http, metrics.requests, metrics.engine, metrics.transfers, metrics.balancer):
+            assert group
+        labels = {key for name, key in samples(metrics) if name in row.series and "le" not in dict(key)}
+        phases = ("prefill", "decode") if kind == "standalone" else (kind,)
+        closed = {**row.labels, **({"phase": phases} if "phase" in row.labels else {})}
+        expected = product(*([(label, value) for value in values] for label, values in closed.items()))
+        assert labels == {tuple(sorted(pairs)) for pairs in expected}
+
+
+def test_what_a_role_does_not_show_can_be_used_there_all_the_same() -> None:
+    metrics = Metrics(role="prefill", instance="p0")
+    metrics.engine.draft_tokens_total.inc()
+    assert "draft_tokens" not in metrics.render().decode()
 
 
 def test_more_labels_are_given_in_order() -> None:
