@@ -54,7 +54,7 @@ def findings(expression: str) -> list[str]:
             known |= BY_SERIES[selector.metric].label_names
             found += unknown_labels(selector)
     found += [f"no label {label} to group by" for label in grouped_by(expression) - known]
-    return found if known else [*found, "no metric at all"]
+    return found if selectors(expression) else ["no metric at all"]
 
 
 def unknown_labels(selector: Selector) -> list[str]:
