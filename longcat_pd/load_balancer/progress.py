@@ -65,8 +65,8 @@ class Progress:
         else:
             requests.requests_total(self.finish or "stop").inc()
             requests.request_seconds.observe(now - self.started)
-            facts |= self._tokens(requests)
-            log.logger().info("request_finished", finish=self.finish, **facts, **self._prefill(requests))
+            facts |= self._prefill(requests) | self._tokens(requests)
+            log.logger().info("request_finished", finish=self.finish, **facts)
 
     def _tokens(self, requests: RequestMetrics) -> dict[str, Any]:
         """Count what the answer cost and how fast it came; the same for the log. When tokens came, a stream alone shows."""
@@ -88,14 +88,16 @@ class Progress:
 
     def _prefill(self, requests: RequestMetrics) -> dict[str, Any]:
         """Count P's account of its part; the same for the log. What it does not say in numbers is left out."""
-        given = (self.prefilled or {}).get("timings_ms")
+        account = self.prefilled or {}
+        given = account.get("timings_ms")
         timings = given if isinstance(given, dict) else {}
         spans = {
             "queue": requests.queue_seconds,
             "prefill": requests.prefill_seconds,
             "transfer": requests.transfer_seconds,
         }
-        facts: dict[str, Any] = {}
+        prompt = account.get("prompt_tokens")
+        facts: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, int) else {}
         for name, histogram in spans.items():
             if isinstance(timings.get(name), int | float):
                 histogram.observe(timings[name] / 1000)

@@ -37,7 +37,7 @@ class Store:
 
     async def ask(self, path: str, **query: str) -> Any:
         answer = await self._client.get(f"/api/v1/{path}", params=query)
-        assert answer.status_code == 200 and answer.json()["status"] == "success", answer.text
+        answer.raise_for_status()
         return answer.json()["data"]
 
     async def values(self, expression: str) -> list[float]:
@@ -48,7 +48,7 @@ class Store:
         """Wait for an expression that gives something."""
         end = asyncio.get_running_loop().time() + WAIT_S
         while True:
-            with contextlib.suppress(httpx.TransportError):
+            with contextlib.suppress(httpx.HTTPError):  # it starts
                 if await self.values(expression):
                     return
             assert asyncio.get_running_loop().time() < end, expression

@@ -23,7 +23,7 @@ class Rig:
     def __init__(self) -> None:
         self.time, self.lines = 100.0, io.StringIO()
         log.set_up(stream=self.lines)
-        self.metrics = Metrics(role="decode", instance="d0")
+        self.metrics = Metrics(role="prefill", instance="p0")
         self.journal = Journal(self.metrics.requests, lambda: self.time)
 
     def request(self, *events: Event) -> Request:
@@ -95,7 +95,7 @@ def test_a_good_end_is_told_with_its_times():
     assert rig.counted("requests_total") == {"length": 1}
     text = rig.metrics.render().decode()
     for name, seconds in (("queue", 3.0), ("prefill", 1.0), ("transfer", 1.0), ("request", 0.25)):
-        assert f'longcat_pd_{name}_seconds_sum{{instance="d0",role="decode"}} {seconds}' in text
+        assert f'longcat_pd_{name}_seconds_sum{{instance="p0",role="prefill"}} {seconds}' in text
 
 
 def test_a_defect_has_an_outcome_too():
