@@ -27,6 +27,9 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "infer": Command("longcat_pd.standalone.infer", "main", "answer a file of request bodies, one JSON object a line"),
         "plan": Command("longcat_pd.plan.command", "main", "what a cluster YAML asks of cards, machines and links"),
         "render": Command("longcat_pd.render.main", "main", "write Kubernetes manifests or systemd units of a cluster"),
+        "replay": Command(
+            "longcat_pd.replay.command", "main", "ask for a recorded answer again, perhaps on another layout"
+        ),
         "serve": Command("longcat_pd.standalone.serve", "main", "serve one engine over HTTP, without a balancer"),
     }
 )

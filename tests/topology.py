@@ -24,13 +24,13 @@ from longcat_pd.errors import WorkerUnavailable
 from longcat_pd.load_balancer import app as balancer_app
 from longcat_pd.load_balancer import assemble
 from longcat_pd.prefill_worker import __main__ as prefill_main
-from longcat_pd.server.app import create_app, worker_front
+from longcat_pd.server.app import worker_front
+from longcat_pd.server.faced import faced
 from longcat_pd.server.gate import Gate
 from longcat_pd.server.http_heads import BoundedHeads
 from longcat_pd.server.parts import Parts, make_parts
 from longcat_pd.server.peered import PeeredInstance
 from longcat_pd.server.run import listen
-from longcat_pd.server.text import TextProcessor
 from longcat_pd.standalone.service import StandaloneService
 from tests.forks import start_server
 from tests.ports import free_base
@@ -132,9 +132,7 @@ async def pools(config: ClusterConfig, *, entries: Mapping[str, str] | None = No
                 instance = PeeredInstance(mine.engine, control, mine.clock)
                 gate = Gate(4096)
                 front = worker_front(config.load_balancer, config.cluster_key_file)
-                faults = mine.faults.routes() if mine.faults is not None else {}
-                text = TextProcessor.load(config.model.path)
-                app = create_app(service, text, mine.metrics, gate=gate, front=front, faults=faults)
+                app = await stack.enter_async_context(faced(service, mine, gate=gate, front=front))
                 await stack.enter_async_context(_serving(app, place.host, place.http_port, gate))
                 stack.push_async_callback(instance.close)
                 starting.append(instance.start())
@@ -182,8 +180,8 @@ async def standalone(model: Path, *overrides: str, front: LoadBalancerConfig | N
     parts = make_parts(spec, "longcat_pd.engine.rank:main", MonotonicClock())
     service = StandaloneService(spec, parts.engine, hello=parts.hello, clock=parts.clock)
     gate = Gate(4096)
-    app = create_app(service, TextProcessor.load(model), parts.metrics, gate=gate, front=front or LoadBalancerConfig())
     async with contextlib.AsyncExitStack() as stack:
+        app = await stack.enter_async_context(faced(service, parts, gate=gate, front=front or LoadBalancerConfig()))
         await stack.enter_async_context(_serving(app, "127.0.0.1", port, gate))
         stack.push_async_callback(service.close)
         await service.start()

@@ -25,6 +25,7 @@ from longcat_pd.config.schema import (
     ModelSection,
     ParallelConfig,
     PoolConfig,
+    RecordConfig,
     Role,
     TransferConfig,
 )
@@ -33,6 +34,7 @@ _COUNT = Range(1)
 _SECONDS = Range(0, is_open_low=True)
 _PORT = Range(1, 65535)
 _MOST_DEVICES = 1024  # of a node: each has a port
+MOST_BUNDLE_BYTES = 1 << 28  # of a recorded request; a million ids take 8 MiB
 _MOST_DRAFTS = 64  # of a window: each is a round of its own, and with device=npu a graph
 
 RANGES: Mapping[type, Mapping[str, Range]] = {
@@ -68,6 +70,7 @@ RANGES: Mapping[type, Mapping[str, Range]] = {
         "cores_per_device": Range(0),
     },
     ClusterConfig: {"devices_per_node": Range(1, _MOST_DEVICES), "device_memory_gib": Range(0)},
+    RecordConfig: {"max_bytes": Range(1, MOST_BUNDLE_BYTES), "max_total_bytes": _COUNT},
     **NPU_RANGES,
 }
 

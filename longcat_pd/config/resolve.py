@@ -42,6 +42,7 @@ _PATH_KEYS = (
     ("load_balancer", "admin_key_file"),
     ("cluster_key_file",),
     ("log_dir",),
+    ("record", "dir"),
     ("hosts", "identity_file"),
     ("hosts", "known_hosts_file"),
     *((role, "engine", "compile_cache") for role in ("prefill", "decode", "standalone")),
@@ -130,6 +131,7 @@ def instance_spec(cluster: ClusterConfig, name: str) -> InstanceSpec:
         peers=tuple(_peer(other, inst) for other, _, inst in known.values() if other != role),
         cluster_key_file=cluster.cluster_key_file,
         faults=cluster.faults,
+        record=None if role == "prefill" else cluster.record,
     )
     return dataclasses.replace(spec, config_digest=_digest(spec))
 
@@ -148,8 +150,11 @@ def _peer(role: Role, instance: InstanceConfig) -> PeerAddress:
 
 
 def _digest(spec: InstanceSpec) -> str:
-    """Equal for equal settings, whichever instance of a pool has them; the balancer computes it from its own file."""
-    anyone = dataclasses.replace(spec, name="", host="", http_port=0, nodes=(), ranks_before=(), env={})
+    """Equal for equal settings, whichever instance of a pool has them; the balancer computes it from its own file.
+
+    What an instance records is its own affair: it may be started again with other settings of that alone.
+    """
+    anyone = dataclasses.replace(spec, name="", host="", http_port=0, nodes=(), ranks_before=(), env={}, record=None)
     text = json.dumps(dataclasses.asdict(anyone), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -237,6 +237,16 @@ class HostsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordConfig:
+    """Where instances that decode keep a bundle of each request, for `longcat-pd replay`. Sizes are bytes."""
+
+    dir: str
+    texts: bool = False  # prompts, answers and grammars as text too, and not as ids alone
+    max_bytes: int = 16 << 20  # of one bundle; a longer one is not kept
+    max_total_bytes: int = 1 << 30  # of all bundles in the folder; the oldest go first
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """One YAML. ``standalone`` replaces both pools in `serve` and `infer`.
 
@@ -257,6 +267,7 @@ class ClusterConfig:
     device_memory_gib: float = 0.0  # that ranks may take of a device; 0: as sizing/cards.py has it for npu.soc
     cluster_key_file: str | None = None
     faults: bool = False  # switches for faults, by /admin/fault (docs/faults.md); for tests on CPU
+    record: RecordConfig | None = None
     env: dict[str, str] = field(default_factory=dict)
     log_dir: str | None = None
 
@@ -293,6 +304,7 @@ class InstanceSpec:
     peers: tuple[PeerAddress, ...] = ()
     cluster_key_file: str | None = None
     faults: bool = False
+    record: RecordConfig | None = None  # None where nothing is decoded
     config_digest: str = ""
 
     @property

@@ -197,7 +197,10 @@ class Heartbeat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReady:
-    """A rank has loaded its weights and joined its groups. ``memory``: bytes that it allocated, by part (``footprint``)."""
+    """A rank has loaded its weights and joined its groups. ``memory``: bytes that it allocated, by part (``footprint``).
+
+    ``torch``: its version.
+    """
 
     rank: int
     load_s: float
@@ -207,6 +210,7 @@ class RankReady:
     model_digest: str
     accounts: RankAccounts
     memory: tuple[tuple[str, int], ...] = ()
+    torch: str = ""
 
 
 RankMessage = RankReady | Heartbeat | StepOutput | TransferClosed

@@ -124,6 +124,11 @@ class Life:
         known = self._at
         return {name: 1000.0 * (known[b] - known[a]) for name, a, b in spans if a in known and b in known}
 
+    def events_ms(self) -> dict[str, float]:
+        """When each event happened, since the first of them; in the order of time."""
+        began = min(self._at.values(), default=0.0)
+        return {event.value: 1000.0 * (at - began) for event, at in sorted(self._at.items(), key=lambda pair: pair[1])}
+
     @property
     def hop(self) -> Hop:
         """How far the request has come. A grant is the beginning of the transfer where the cache goes, not where it comes

@@ -87,6 +87,7 @@ class ModelRunner:
             model_digest=self._loaded.model_digest,
             accounts=self.accounts(),
             memory=self._loaded.memory,
+            torch=str(torch.__version__),
         )
 
     def accounts(self) -> RankAccounts:

@@ -10,16 +10,21 @@ from longcat_pd.engine.grammar import Vocabulary
 from longcat_pd.metrics import RequestMetrics
 from longcat_pd.server.face import Face
 from longcat_pd.server.gate import Gate
-from longcat_pd.server.service import Service
+from longcat_pd.server.service import Recorder, Service
 from longcat_pd.server.text import TextProcessor
 
 
 def checked_face(
-    service: Service, text: TextProcessor, *, gate: Gate | None = None, metrics: RequestMetrics | None = None
+    service: Service,
+    text: TextProcessor,
+    *,
+    gate: Gate | None = None,
+    metrics: RequestMetrics | None = None,
+    recorder: Recorder | None = None,
 ) -> Face:
     """The face of an instance; arguments as ``Face``. Raises ConfigError for a tokenizer that cannot be read."""
     check = _check(service.model.path, service.role)
-    return Face(service, text, gate=gate, metrics=metrics, check_grammar=check)
+    return Face(service, text, gate=gate, metrics=metrics, recorder=recorder, check_grammar=check)
 
 
 def _check(folder: str, role: Role) -> Callable[[str], str]:

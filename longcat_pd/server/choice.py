@@ -91,6 +91,12 @@ class ChoiceText:
         return self._finish is not None
 
     @property
+    def finish_reason(self) -> str:
+        """Why it is finished."""
+        assert self._finish is not None, "only a finished choice has a reason"
+        return self._finish[0]
+
+    @property
     def num_tokens(self) -> int:
         """Counted tokens so far."""
         return len(self._ends)

@@ -18,7 +18,7 @@ from longcat_pd.server.openai import Body, read_body
 from longcat_pd.server.requests import Adopted, Call, Encoded, PromptSource
 from longcat_pd.server.running import Running
 from longcat_pd.server.sampling_defaults import SamplingDefaults
-from longcat_pd.server.service import Service
+from longcat_pd.server.service import Recorder, Service
 from longcat_pd.server.text import TextProcessor
 
 OFFLINE_LIMIT_S = 86400.0
@@ -32,6 +32,7 @@ class Face:
         text: of the same checkpoint.
         gate: lets requests in and can cut them; None: one of its own.
         metrics: where requests are counted; None offline.
+        recorder: keeps a record of what each request generates; None where nobody wants one.
         check_grammar: why the ranks would not keep the text of a grammar; empty if they do. Called by one thread at a time.
     """
 
@@ -42,6 +43,7 @@ class Face:
         *,
         gate: Gate | None = None,
         metrics: RequestMetrics | None = None,
+        recorder: Recorder | None = None,
         check_grammar: Callable[[str], str] = lambda grammar: "",
     ) -> None:
         self._service = service
@@ -56,7 +58,9 @@ class Face:
             defaults=self.defaults,
         )
         self._adopted = Adopted(service, text, defaults=self.defaults)
-        self._running = Running(service, constraints.parsers.choice, gate=gate or Gate(), metrics=metrics)
+        self._running = Running(
+            service, constraints.parsers.choice, gate=gate or Gate(), metrics=metrics, recorder=recorder
+        )
 
     def call(self, request_id: str, time_left_s: float) -> Call:
         """What surrounds a body that belongs to no hand-over."""

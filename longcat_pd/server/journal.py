@@ -1,4 +1,4 @@
-"""What is told of each generation request: one log line at its end, and its part of the metrics.
+"""What is told of each generation request: one log line at its end, its part of the metrics, and its record.
 
 Owns outcomes and durations of requests. Times come from the engine's own life events where it gives them.
 """
@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from longcat_pd import log
-from longcat_pd.engine.request import Hop
+from longcat_pd.engine.request import Hop, Request
 from longcat_pd.errors import LongcatError
 from longcat_pd.metrics import RequestMetrics
 from longcat_pd.server.requests import Call
+from longcat_pd.server.service import Recorder
+from longcat_pd.server.take import Take
 from longcat_pd.server.tally import PromptTally
 
 _HOPS: tuple[Hop, ...] = get_args(Hop)
@@ -33,6 +35,7 @@ class Record:
     first_token: float | None = None
     left_at: float | None = None
     prompts: PromptTally = field(default_factory=PromptTally)
+    takes: list[Take] = field(default_factory=list)
 
     @property
     def hop(self) -> Hop:
@@ -55,11 +58,15 @@ class Journal:
     Args:
         metrics: of this process; None where nobody reads them.
         now: the service's clock.
+        recorder: keeps a record of each request that generates; None where nobody wants one.
     """
 
-    def __init__(self, metrics: RequestMetrics | None, now: Callable[[], float]) -> None:
+    def __init__(
+        self, metrics: RequestMetrics | None, now: Callable[[], float], *, recorder: Recorder | None = None
+    ) -> None:
         self._metrics = metrics
         self._now = now
+        self._recorder = recorder
         self.last_token: float | None = None  # when any request got a token
         self._log = log.logger()
 
@@ -82,6 +89,16 @@ class Journal:
         finally:
             if self._metrics is not None:
                 self._metrics.requests_total(outcome).inc()
+            if self._recorder is not None:
+                for take in record.takes:
+                    self._recorder.keep(take, outcome)
+
+    def take(self, record: Record, request: Request, *, attempt: int) -> Take | None:
+        """Where what comes of a request is written, if it is kept."""
+        if self._recorder is None:
+            return None
+        record.takes.append(Take(request, attempt))
+        return record.takes[-1]
 
     def leaving(self, record: Record) -> None:
         """The end of the request is known; what it holds is given back from now on."""

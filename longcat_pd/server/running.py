@@ -21,7 +21,7 @@ from longcat_pd.server.journal import Journal, Record
 from longcat_pd.server.merge import merged
 from longcat_pd.server.openai import Body
 from longcat_pd.server.requests import Call, PromptSource, RequestOf
-from longcat_pd.server.service import Service
+from longcat_pd.server.service import Recorder, Service
 
 T = TypeVar("T")
 
@@ -62,13 +62,22 @@ class Running:
         reader_of: the reader of a choice of a body, from the prompt's ids and the choice's number.
         gate: counts the bodies that run, and can cut them.
         metrics: where they are counted; None offline.
+        recorder: keeps a record of what each generates.
     """
 
-    def __init__(self, service: Service, reader_of: ReaderOf, *, gate: Gate, metrics: RequestMetrics | None) -> None:
+    def __init__(
+        self,
+        service: Service,
+        reader_of: ReaderOf,
+        *,
+        gate: Gate,
+        metrics: RequestMetrics | None,
+        recorder: Recorder | None = None,
+    ) -> None:
         self._service = service
         self._reader_of = reader_of
         self._gate = gate
-        self._journal = Journal(metrics, service.now)
+        self._journal = Journal(metrics, service.now, recorder=recorder)
 
     @property
     def last_token(self) -> float | None:
@@ -89,7 +98,7 @@ class Running:
         num_said = len(call.said_token_ids)
         with self._gate.enter() as cuts, self._journal.request(call) as record:
             choices = _Choices(body, await prompts.open(body, call))
-            sources = [self._choice(choices, index, call) for index in range(body.num_choices)]
+            sources = [self._choice(choices, index, call, record=record) for index in range(body.num_choices)]
             async with aclosing(self._merged(sources, call, cuts=cuts, record=record)) as items:
                 async for item in items:
                     if isinstance(item, _Begun):
@@ -120,9 +129,12 @@ class Running:
         left = call.deadline - self._service.now()
         return merged(sources, time_left_s=left, cuts=cuts, on_leaving=lambda: self._journal.leaving(record))
 
-    async def _choice(self, choices: _Choices, index: int, call: Call) -> AsyncGenerator[_Begun | Piece, None]:
+    async def _choice(
+        self, choices: _Choices, index: int, call: Call, *, record: Record
+    ) -> AsyncGenerator[_Begun | Piece, None]:
         begun = await choices.begin(index)
         yield begun
+        take = self._journal.take(record, begun.request, attempt=call.attempt)
         choice = self._reader_of(choices.body, begun.request.asked_token_ids, index)
         pieces: list[Piece] = []
         if call.resume is not None:  # a stream has been told what came of these ids
@@ -130,6 +142,8 @@ class Running:
         source = _nothing() if choice.is_finished else self._service.generate(begun.request)
         async with aclosing(source) as deltas:
             async for delta in deltas:
+                if take is not None:
+                    take.read(delta)
                 pieces += choice.push(delta)
                 if choice.is_finished:
                     break  # also in mid-generation: closing the generator frees what it holds, before the client is told
@@ -138,6 +152,9 @@ class Running:
                 pieces = []
         if not choice.is_finished:
             raise EngineFault("an answer ended without a reason")
+        if take is not None:
+            num_replayed = 0 if call.resume is None else len(begun.request.said_token_ids)
+            take.end(choice.finish_reason, choice.num_tokens - num_replayed)
         for piece in pieces:
             yield piece
 

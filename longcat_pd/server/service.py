@@ -11,6 +11,7 @@ from longcat_pd.engine.accounting import Health
 from longcat_pd.engine.plan import RankReady
 from longcat_pd.engine.request import Delta, Request, SamplingParams, TransferRef
 from longcat_pd.kv_transfer.messages import Hello
+from longcat_pd.server.take import Take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,4 +111,12 @@ class Service(Protocol):
 
     def now(self) -> float:
         """The instance's clock, on which deadlines are stated."""
+        ...
+
+
+class Recorder(Protocol):
+    """Keeps a record of requests. It never waits and never fails."""
+
+    def keep(self, take: Take, outcome: str) -> None:
+        """A request has ended. ``outcome``: of its body: a finish reason, the code of an error, or "cancelled"."""
         ...

@@ -6,11 +6,10 @@ import socket
 
 from longcat_pd.clock import MonotonicClock
 from longcat_pd.config.schema import InstanceSpec, LoadBalancerConfig
-from longcat_pd.server.app import create_app
+from longcat_pd.server.faced import faced
 from longcat_pd.server.gate import Gate
 from longcat_pd.server.parts import make_parts
 from longcat_pd.server.run import serve_app
-from longcat_pd.server.text import TextProcessor
 from longcat_pd.standalone.service import StandaloneService
 
 RANK_ENTRY = "longcat_pd.engine.rank:main"
@@ -21,6 +20,5 @@ async def serve(spec: InstanceSpec, front: LoadBalancerConfig, listener: socket.
     clock, gate = MonotonicClock(), Gate(front.max_inflight)
     parts = make_parts(spec, RANK_ENTRY, clock)
     service = StandaloneService(spec, parts.engine, hello=parts.hello, clock=clock)
-    text, faults = TextProcessor.load(spec.model.path), parts.faults.routes() if parts.faults is not None else {}
-    app = create_app(service, text, parts.metrics, gate=gate, front=front, faults=faults)
-    return await serve_app(app, listener, service, gate=gate, drain_timeout_s=spec.engine.drain_timeout_s, clock=clock)
+    async with faced(service, parts, gate=gate, front=front) as app:
+        return await serve_app(app, listener, service, gate=gate, drain_timeout_s=spec.engine.drain_timeout_s, clock=clock)

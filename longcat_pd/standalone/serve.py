@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     log.logger().info("starting", role="standalone")
     keys = {"api_key_file": options.api_key_file, "admin_key_file": options.admin_key_file}
     try:
-        model, overrides = with_default(options.model, options.overrides)
+        model, overrides = with_default(options.model, _overrides(options))
         cluster = resolve.standalone_cluster(model, overrides, host=options.host, port=options.port)
         spec = resolve.instance_spec(cluster, "standalone")
         front = replace(cluster.load_balancer, **{name: path for name, path in keys.items() if path is not None})
@@ -44,6 +45,12 @@ def main(arguments: Sequence[str]) -> int:
         return refuse(error)
 
 
+def _overrides(options: argparse.Namespace) -> list[str]:
+    """Settings as they are given, and those that have a word of their own."""
+    record = [] if options.record is None else [f"record.dir={json.dumps(options.record)}"]
+    return [*options.overrides, *record, *(["record.texts=true"] if options.record_texts else [])]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="longcat-pd serve", description="Serve one engine over HTTP, without a balancer.")
     parser.add_argument("--model", metavar="DIR", help=HELP)
@@ -51,6 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=LoadBalancerConfig.port, help="of HTTP; the ranks use the next ones")
     parser.add_argument("--api-key-file", metavar="FILE", help="keys of clients, one a line; none: open to all")
     parser.add_argument("--admin-key-file", metavar="FILE", help="keys for /admin, one a line; none: no /admin")
+    parser.add_argument("--record", metavar="DIR", help="keep a bundle of each request there, for longcat-pd replay")
+    parser.add_argument("--record-texts", action="store_true", help="with --record: texts too, and not ids alone")
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="key=value",
         help="a setting, such as engine.max_num_seqs=16, model.dtype=float32 or load_balancer.max_inflight=64",
