@@ -88,6 +88,8 @@ def _rights(config: ClusterConfig, service: Service) -> Iterator[str]:
     for role, pool in pools(config):
         if service.key.startswith(f"{role}.") and pool.engine.compile_cache:
             yield f"ReadWritePaths={word(f'-{pool.engine.compile_cache}')}"
+    if service.kind == "driver" and config.record is not None and not service.key.startswith("prefill."):
+        yield f"ReadWritePaths={word(f'-{config.record.dir}')}"
     if service.kind == "balancer":
         yield "PrivateDevices=yes"
     yield "ProtectKernelTunables=yes"

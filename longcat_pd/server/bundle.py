@@ -1,6 +1,6 @@
 """A recorded request: what has to be known to ask for the same answer again, and what the answer was.
 
-Owns the form of the file, and what is refused in one. Knows no folder and no engine. ``replay`` reads what ``recorder.py``
+Owns the form of the file, and what is refused in one. Knows no folder and no engine. ``replay`` reads what ``record.py``
 makes.
 """
 
@@ -122,7 +122,9 @@ class Bundle:
 
 
 @dataclass(frozen=True)
-class _Head:
+class BundleHead:
+    """What is looked at first."""
+
     schema: int
 
 
@@ -144,7 +146,7 @@ def read_bundle(path: str) -> Bundle:
     if len(data) > MOST_BUNDLE_BYTES:
         raise ConfigError(f"{path}: is longer than {MOST_BUNDLE_BYTES} bytes, which no bundle is")
     try:
-        head = from_json(_Head, data)
+        head = from_json(BundleHead, data)
         if head.schema != SCHEMA:
             raise ConfigError(f"{path}: schema={head.schema}: this version reads {SCHEMA}")
         bundle = from_json(Bundle, data)

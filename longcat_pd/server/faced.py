@@ -14,7 +14,7 @@ from longcat_pd.config.schema import LoadBalancerConfig
 from longcat_pd.server.app import create_app
 from longcat_pd.server.gate import Gate
 from longcat_pd.server.parts import Parts
-from longcat_pd.server.recorder import Recorder
+from longcat_pd.server.record import Recorder
 from longcat_pd.server.service import Service
 from longcat_pd.server.text import TextProcessor
 

@@ -21,7 +21,7 @@ from longcat_pd.metrics import Metrics
 from longcat_pd.server.about_routes import Routes
 from longcat_pd.server.app import create_app
 from longcat_pd.server.gate import Gate
-from longcat_pd.server.service import Readiness
+from longcat_pd.server.service import Readiness, Recorder
 from longcat_pd.server.text import TextProcessor
 from longcat_pd.tiny.configs import make_config
 from longcat_pd.tiny.tokenizer import text_files
@@ -164,6 +164,7 @@ def make_app(
     gate: Gate | None = None,
     metrics: Metrics | None = None,
     faults: Routes | None = None,
+    recorder: Recorder | None = None,
     **front: Any,
 ) -> FastAPI:
     """The face of a fake instance. The log is kept off the terminal, whose traces are slow to draw."""
@@ -176,6 +177,7 @@ def make_app(
         gate=gate or Gate(settings.max_inflight),
         front=settings,
         faults=faults,
+        recorder=recorder,
     )
 
 

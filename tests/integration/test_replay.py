@@ -1,0 +1,115 @@
+"""What a running engine recorded comes out the same on other layouts, and what was changed is told of where it is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longcat_pd.config import resolve
+from longcat_pd.replay.command import main
+from tests.forks import start_server
+from tests.parity.conftest import MakeCheckpoint
+from tests.topology import cluster_file, pools
+
+DRAWN = {
+    "temperature": 0.9,
+    "top_p": 0.95,
+    "repetition_penalty": 1.2,
+    "frequency_penalty": 0.4,
+    "presence_penalty": -0.2,
+    "logit_bias": {"30": 1.5},
+    "max_tokens": 24,
+    "n": 2,
+}
+PROMPT = [*range(100, 137), 2, *range(300, 340)]
+OTHER_LAYOUT = (
+    "prefill.parallel.pp_size=2",
+    "prefill.parallel.cp_size=2",
+    "decode.parallel.kvp_size=2",
+    "decode.parallel.attn_tp_size=2",
+    "engine.block_size=4",
+)
+
+Altered = Callable[[dict[str, Any]], None]
+
+
+async def _record(model: Path, folder: Path, dir: Path) -> list[int]:
+    """Ask P(cp 2) -> D(kvp 1), with drafts; what the client was told of choice 1."""
+    settings: dict[str, Any] = {"prefill": {"cp_size": 2}, "record": {"dir": str(dir)}}
+    drafts = {"num_draft_tokens": 2}
+    path = cluster_file(folder, model, prefill_engine=drafts, decode_engine=drafts, **settings)
+    async with pools(resolve.load(path, ["model.dtype=float32"])) as topology:
+        body = {"prompt": PROMPT, "return_token_ids": True, "ignore_eos": True, **DRAWN}
+        answer = await topology.client.post("/v1/completions", json=body, headers={"X-Request-Id": "told"})
+        assert answer.status_code == 200, answer.text
+        await topology.idle_within()
+    ids: list[int] = answer.json()["choices"][1]["token_ids"]
+    return ids
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny: MakeCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle of a choice that was drawn with a seed of the server's."""
+    folder = tmp_path_factory.mktemp("cluster")
+    told = asyncio.run(_record(tiny("2.0"), folder, folder / "bundles"))
+    files = sorted((folder / "bundles").iterdir())
+    assert len(files) == 2, "one for each choice, of the instance that decodes"
+    file = next(file for file in files if "told-1-" in file.name)
+    tree = json.loads(file.read_bytes())
+    assert tree["answer_token_ids"] == told
+    assert tree["prompt_token_ids"] == PROMPT
+    assert [(one["name"], one["num_draft_tokens"]) for one in tree["instances"]] == [("p0", 2), ("d0", 2)]
+    assert tree["instances"][0]["parallel"] == {"cp_size": 2}
+    return file
+
+
+@pytest.fixture
+def replayed(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    def run(*words: str, change: Altered = lambda tree: None) -> tuple[int, str]:
+        start_server()
+        tree = json.loads(recorded.read_bytes())
+        change(tree)
+        path = tmp_path / "bundle.json"
+        path.write_text(json.dumps(tree))
+        status = main([str(path), *(("--layout", *words) if words else ())])
+        return status, capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "words", [(), OTHER_LAYOUT, ("engine.num_draft_tokens=0",)], ids=["one rank", "pools", "no drafts"]
+)
+def test_another_layout_says_the_same(replayed: Callable[..., tuple[int, str]], words: tuple[str, ...]) -> None:
+    status, out = replayed(*words)
+    assert (status, out.splitlines()[-1]) == (0, "identical: 24 ids"), out
+    assert "changed" not in out
+
+
+def test_a_changed_id_of_the_answer_is_found_where_it_is(replayed: Callable[..., tuple[int, str]], recorded: Path) -> None:
+    right = json.loads(recorded.read_bytes())["answer_token_ids"][13]
+
+    def change(tree: dict[str, Any]) -> None:
+        tree["answer_token_ids"][13] = right ^ 1
+
+    status, out = replayed(change=change)
+    assert status == 1
+    assert "different at position 13 of 24" in out
+    assert re.search(rf"recorded  {right ^ 1}\b.*\n  replayed  {right}, log-prob -", out), out
+    assert "note      ids of this file have been changed since it was recorded" in out
+
+
+def test_a_changed_prompt_is_told_of(replayed: Callable[..., tuple[int, str]]) -> None:
+    def change(tree: dict[str, Any]) -> None:
+        tree["prompt_token_ids"][-1] ^= 1
+
+    status, out = replayed(change=change)
+    assert status == 1
+    assert "different at position " in out
+    assert "ids of this file have been changed" in out
