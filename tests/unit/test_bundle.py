@@ -29,7 +29,7 @@ PROMPT, ANSWER = (5, 6, 7), (9, 8, 2)
 
 def bundle(prompt: tuple[int, ...] = PROMPT, answer: tuple[int, ...] = ANSWER, **changes: Any) -> Bundle:
     instance = RecordedInstance(
-        name="d0", role="decode", device="cpu", version="0.1.0", block_size=16, num_draft_tokens=0, 
+        name="d0", role="decode", device="cpu", version="0.1.0", block_size=16, num_draft_tokens=0,
         parallel={"kvp_size": 2}, layers_per_stage=(3,),
     )  # fmt: skip
     values: dict[str, Any] = {

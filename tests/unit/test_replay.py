@@ -16,7 +16,7 @@ from longcat_pd.replay.command import main
 from longcat_pd.replay.compare import Comparison, Difference, Replayed
 from longcat_pd.replay.layouts import Layout
 from longcat_pd.server.bundle import Bundle, Ending, Texts
-from tests.parity.conftest import MakeCheckpoint
+from longcat_pd.tiny.make import write_tiny
 from tests.unit.test_bundle import ANSWER, PROMPT, bundle
 
 SAMPLING = SamplingParams(temperature=0.5, seed=7, max_tokens=8, min_tokens=6, num_said=1)
@@ -120,8 +120,9 @@ def test_other_words_are_refused(words: list[str]) -> None:
         Layout(bundle(), "/m", words)
 
 
-def test_replays_are_refused_by_name(tiny: MakeCheckpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = str(tiny("2.0"))
+def test_replays_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(tmp_path / "model")
+    write_tiny(Path(model), "chat", dtype="float32", with_tokenizer=False, overrides=("num_layers=1",))
     path = tmp_path / "b.json"
 
     def refused(*arguments: str, **changes: Any) -> str:
