@@ -46,7 +46,8 @@ async def _record(model: Path, folder: Path, dir: Path) -> list[int]:
     path = cluster_file(folder, model, prefill_engine=drafts, decode_engine=drafts, **settings)
     async with pools(resolve.load(path, ["model.dtype=float32"])) as topology:
         body = {"prompt": PROMPT, "return_token_ids": True, "ignore_eos": True, **DRAWN}
-        answer = await topology.client.post("/v1/completions", json=body, headers={"X-Request-Id": "told"})
+        headers = {"X-Request-Id": "told"}
+        answer = await topology.client.post("/v1/completions", json=body, headers=headers, timeout=300.0)
         assert answer.status_code == 200, answer.text
         await topology.idle_within()
     ids: list[int] = answer.json()["choices"][1]["token_ids"]
