@@ -10,6 +10,7 @@ import contextvars
 import json
 import sys
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TextIO, cast
 
@@ -23,19 +24,22 @@ _MOST_SHOWN = 200  # characters of what a stranger said
 _request_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
 
 
-def set_up(*, level: Level = "info", path: str | None = None, stream: TextIO | None = None) -> TextIO:
+def set_up(
+    *, level: Level = "info", path: str | None = None, stream: TextIO | None = None, rank: int | None = None
+) -> TextIO:
     """Say once, at the start of a process, from which level on lines are written and where; that stream is returned.
 
     Args:
         path: a file that lines are appended to; its folder is made. Wins over ``stream``.
         stream: an open text stream; standard error if neither is given.
+        rank: of a process that writes into the log of its instance; stands on every line.
     """
     target = stream or sys.stderr
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         target = Path(path).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open as long as the process
     structlog.configure(
-        processors=[_add_request, structlog.processors.format_exc_info, _render],
+        processors=[partial(_add_facts, rank), structlog.processors.format_exc_info, _render],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
         logger_factory=structlog.WriteLoggerFactory(target),
         cache_logger_on_first_use=False,
@@ -46,6 +50,11 @@ def set_up(*, level: Level = "info", path: str | None = None, stream: TextIO | N
 def logger() -> FilteringBoundLogger:
     """A logger: ``logger().info("ready", seconds=3.2)``. Follows ``set_up`` also when it was made before."""
     return cast(FilteringBoundLogger, structlog.get_logger())
+
+
+def as_written(time: datetime) -> str:
+    """A time as lines begin with it: UTC with milliseconds, so that the order of texts is the order of times."""
+    return time.astimezone(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
 
 
 def bind_request(request_id: str) -> None:
@@ -71,7 +80,10 @@ class Refusals:
             logger().warning("malformed_record", peer=peer[:_MOST_SHOWN], reason=reason[:_MOST_SHOWN], count=self._count)
 
 
-def _add_request(_logger: Any, _method: str, event: EventDict) -> EventDict:
+def _add_facts(rank: int | None, _logger: Any, _method: str, event: EventDict) -> EventDict:
+    """What stands on a line though nobody who writes one says it."""
+    if rank is not None:
+        event.setdefault("rank", rank)
     current = _request_id.get()
     if current is not None and "request" not in event:
         event["request"] = current
@@ -81,9 +93,15 @@ def _add_request(_logger: Any, _method: str, event: EventDict) -> EventDict:
 def _render(_logger: Any, method: str, event: EventDict) -> str:
     name = event.pop("event")
     trace = event.pop("exception", None)
-    time = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
     # "The server is fired up ..." is an event name that scripts look for verbatim, so names are never quoted
-    line = " ".join([time, method, str(name), *(f"{key}={_value(value)}" for key, value in event.items())])
+    line = " ".join(
+        [
+            as_written(datetime.now(timezone.utc)),
+            method,
+            str(name),
+            *(f"{key}={_value(value)}" for key, value in event.items()),
+        ]
+    )
     return f"{line}\n{trace}" if trace else line
 
 

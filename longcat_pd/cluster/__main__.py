@@ -1,7 +1,7 @@
 """``deploy/run_pd.sh``: the verbs over the machines of a cluster, from one of them or from elsewhere.
 
-Owns the command line. Each verb is a module with ``main(options) -> exit status``; ``options`` has ``root`` (the folder
-with ``.run``), ``config`` (absolute), ``overrides`` (everything that is laid over the file), and the verb's own.
+Owns the command line. ``options`` has ``root`` (the folder with ``.run``), ``config`` (absolute), ``overrides`` (everything
+that is laid over the file), and the verb's own.
 """
 
 from __future__ import annotations
@@ -9,38 +9,16 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple
 
-from longcat_pd.cluster import code, doctor, look, overlay, restart, start, stop
+from longcat_pd.cluster import overlay
 from longcat_pd.cluster.machines import is_known_to_run
 from longcat_pd.cluster.telling import EXIT_FAILED, EXIT_OK, EXIT_REFUSED, complain
+from longcat_pd.cluster.verbs import VERBS
 from longcat_pd.errors import ConfigError
 
 DEFAULT_CONFIG = Path("deploy/config/cluster/local-cpu.yaml")
-
-
-class Verb(NamedTuple):
-    """What a verb does, what it takes besides what all take, and what the operator is told of it."""
-
-    main: Callable[[argparse.Namespace], int]
-    arguments: Callable[[argparse.ArgumentParser], None]
-    help: str
-
-
-VERBS: Mapping[str, Verb] = MappingProxyType(
-    {
-        "start": Verb(start.main, start.arguments, "start all services on their machines, and wait until they serve"),
-        "stop": Verb(stop.main, stop.arguments, "let running requests finish, then end every process that start began"),
-        "restart": Verb(restart.main, restart.arguments, "stop, then start"),
-        "status": Verb(look.status, look.no_arguments, "each service: whether it is ready now, and since when"),
-        "code": Verb(code.main, code.arguments, "make the tree of this machine the current release of every machine"),
-        "doctor": Verb(doctor.main, look.no_arguments, "whether the machines are ready for the cluster, and alike"),
-        "logs": Verb(look.logs, look.log_arguments, "the last lines of every log"),
-    }
-)
 OF_WHAT_RUNS = ("stop", "status", "logs")  # they mean what was started, whatever list of machines there is by now
 
 

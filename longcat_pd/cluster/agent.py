@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from longcat_pd.cluster import agent_look, agent_start, agent_stop
+from longcat_pd.cluster import agent_logs, agent_look, agent_start, agent_stop
 from longcat_pd.cluster.jobs import Event, Gone, Job, Orders, as_line
 from longcat_pd.errors import ConfigError
 from longcat_pd.wire import MalformedRecord
@@ -19,7 +19,7 @@ EXIT_OK, EXIT_REFUSED = 0, 2
 
 Say = Callable[[Event], None]
 VERBS: Mapping[str, Callable[[Job, Orders, Say], None]] = MappingProxyType(
-    {"start": agent_start.start, "stop": agent_stop.stop, "status": agent_look.status, "logs": agent_look.logs}
+    {"start": agent_start.start, "stop": agent_stop.stop, "status": agent_look.status, "logs": agent_logs.logs}
 )
 
 

@@ -16,6 +16,7 @@ from typing import Literal
 from longcat_pd import wire
 from longcat_pd.config.checks import PortUse
 from longcat_pd.config.services import Service
+from longcat_pd.log import Level
 
 STILL_S = 5.0  # between two signs of life of whoever gave the job
 SILENCE_S = 30.0  # after so long without one it is gone
@@ -25,11 +26,29 @@ GROUPS: tuple[Group, ...] = ("balancer", "driver", "ranks")  # in the order in w
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogQuery:
+    """Which lines of the logs are wanted.
+
+    ``lines``: the last so many of each log that pass the rest; None: all. ``since``: a time as logs write it, or empty;
+    ``ago_s``: seconds before now by the clock of the machine that has the log, or None. ``request``: an id, or empty.
+    ``level``: this one and above. ``is_followed``: what is added too.
+    """
+
+    lines: int | None = None
+    since: str = ""
+    ago_s: float | None = None
+    request: str = ""
+    level: Level = "debug"
+    is_followed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """What is asked of one machine. Paths are that machine's.
 
     ``config``: the file as the operator named it; ``text``: what it says, overrides laid over. ``nodes``: the addresses of
     the machine. ``services``, ``ports``: those of this machine. ``drain_s``: how long the services may take to end.
+    ``query``: of ``logs``.
     """
 
     config: str
@@ -42,8 +61,7 @@ class Job:
     ports: tuple[PortUse, ...]
     setup_files: tuple[str, ...] = ()
     drain_s: float = 0.0
-    lines: int = 0
-    is_followed: bool = False
+    query: LogQuery = LogQuery()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,12 +148,28 @@ class Seen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogPart:
-    """Lines of a log, in their order."""
+class LogLine:
+    """One line of a log. ``at``: when it was written as its log says, never before the line before it; of a line without
+    a time that of the line which it stands behind, empty if there is none.
+    """
 
     service: str
-    log: str
-    lines: tuple[str, ...]
+    at: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogPart:
+    """Lines of all logs of a machine in the order of their times.
+
+    ``clock_s``: the time of that machine, seconds since 1970, when it said this. ``num_logs``: that are there.
+    ``is_live``: all that was there when the job came has been said; what comes now was added.
+    """
+
+    lines: tuple[LogLine, ...]
+    clock_s: float
+    num_logs: int
+    is_live: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,19 +1,15 @@
-"""``run_pd.sh status`` and ``run_pd.sh logs``: what runs on every machine of a cluster, and what it has written."""
+"""``run_pd.sh status``: what runs on every machine of a cluster."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import math
-import time
 from collections.abc import Mapping
 
-from longcat_pd.cluster.jobs import LogPart, Row, Seen
+from longcat_pd.cluster.jobs import Row, Seen
 from longcat_pd.cluster.machines import Cluster, Machine, running_cluster_of
-from longcat_pd.cluster.sessions import Session, Sessions
-from longcat_pd.cluster.telling import EXIT_FAILED, EXIT_NOT_RUNNING, EXIT_OK, complain, not_running, say
+from longcat_pd.cluster.sessions import Sessions
+from longcat_pd.cluster.telling import EXIT_FAILED, EXIT_NOT_RUNNING, EXIT_OK, not_running, say
 from longcat_pd.config.services import balancer_url, services
-from longcat_pd.errors import ConfigError
 
 ANSWER_S = 60.0  # for a machine to look at its services, once it is connected
 
@@ -21,13 +17,6 @@ ANSWER_S = 60.0  # for a machine to look at its services, once it is connected
 def no_arguments(parser: argparse.ArgumentParser) -> None:
     """Status takes nothing of its own."""
     del parser
-
-
-def log_arguments(parser: argparse.ArgumentParser) -> None:
-    """What logs takes."""
-    parser.add_argument("--lines", type=int, default=20, help="of each log")
-    parser.add_argument("--follow", action="store_true", help="go on until interrupted")
-    parser.add_argument("--node", metavar="ADDRESS", help="of this machine only")
 
 
 def status(options: argparse.Namespace) -> int:
@@ -62,37 +51,3 @@ def _shown(row: Row | None, problem: str | None) -> str:
     if row is not None:
         return f"pid {row.pid:<8} {row.condition}"
     return "not started" if problem is None else f"unknown: the machine cannot be asked: {problem}"
-
-
-def logs(options: argparse.Namespace) -> int:
-    """The last lines of every log. Exit status: 0, 3 there are no logs, 1 not all machines could be asked."""
-    cluster = running_cluster_of(options)
-    machines = [machine for machine in cluster.machines if options.node in (None, *machine.nodes)]
-    if not machines:
-        known = ", ".join(node for machine in cluster.machines for node in machine.nodes)
-        raise ConfigError(f"--node {options.node}: not a machine of {cluster.name}; known: {known}")
-    asked = [(m, cluster.agent("logs"), cluster.job(m, lines=options.lines, is_followed=options.follow)) for m in machines]
-    seconds = math.inf if options.follow else cluster.config.hosts.connect_timeout_s + ANSWER_S
-    found = False
-    with Sessions(asked) as sessions, contextlib.suppress(KeyboardInterrupt):
-        for session, event in sessions.news(time.monotonic() + seconds):
-            if event is not None and event.part is not None:
-                found = True
-                _tell(event.part, session, cluster=cluster, is_followed=options.follow)
-    problems = [session for session in sessions.all if session.problem is not None]
-    for session in problems:
-        complain(f"error: {session.machine.name}: {session.refusal or session.problem}")
-    if not found and not problems:
-        say(f"{cluster.name} has no logs in {cluster.job(machines[0]).logs}")
-        return EXIT_NOT_RUNNING
-    return EXIT_FAILED if problems else EXIT_OK
-
-
-def _tell(part: LogPart, session: Session, *, cluster: Cluster, is_followed: bool) -> None:
-    """Whole logs one after the other, or lines as they come, each with its service."""
-    if is_followed:
-        for line in part.lines:
-            say(f"{part.service:<12} | {line}")
-        return
-    where = "" if len(cluster.machines) == 1 else f"{session.machine.name}: "
-    say("\n".join([f"==> {where}{part.log} <==", *part.lines, ""]))

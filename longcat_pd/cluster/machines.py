@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from longcat_pd.cluster.jobs import Job
+from longcat_pd.cluster.jobs import Job, LogQuery
 from longcat_pd.cluster.shell import LocalShell, SshShell, is_this_machine
 from longcat_pd.config.checks import pools
 from longcat_pd.config.node_checks import is_loopback
@@ -95,7 +95,7 @@ class Cluster:
         """What is known here of what was started."""
         return _memory(self.root, self.file)
 
-    def job(self, machine: Machine, *, lines: int = 0, is_followed: bool = False) -> Job:
+    def job(self, machine: Machine, query: LogQuery | None = None) -> Job:
         """What the agent of one of its machines is told."""
         config, path = self.config, self.config.hosts.path
         folder = f"{path.rstrip('/')}/run/{self.name}" if path else str(self.root / ".run" / self.name)
@@ -110,8 +110,7 @@ class Cluster:
             ports=tuple(use for node in machine.nodes for use in ports_of_node(config, node)),
             setup_files=config.hosts.setup_files,
             drain_s=DRAIN_MARGIN_S + max(pool.engine.drain_timeout_s for _, pool in pools(config)),
-            lines=lines,
-            is_followed=is_followed,
+            query=query or LogQuery(),
         )
 
     def agent(self, verb: str) -> Sequence[str]:

@@ -146,7 +146,7 @@ class ForkedRanks:
         context = _forkserver(self._entry)
         with _for_children():
             for rank, config in enumerate(self._configs, self._first):
-                told = (self._entry, config, self._environment)
+                told = (self._entry, config, self._environment, rank)
                 process: BaseProcess = context.Process(target=_run_rank, args=told, name=f"rank-{rank}")
                 process.start()
                 self._processes.append(process)
@@ -197,10 +197,10 @@ def _for_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _run_rank(entry: str, config: str, environment: Mapping[str, str]) -> None:
+def _run_rank(entry: str, config: str, environment: Mapping[str, str], rank: int) -> None:
     """First function of a rank process."""
     os.environ.update(environment)  # before any library looks; that of the forkserver is older than some instances
-    log.set_up()
+    log.set_up(rank=rank)
     faulthandler.register(_STACKS, all_threads=True)
     threading.Thread(target=_end_with_driver, name="orphan-watch", daemon=True).start()
     module, _, function = entry.partition(":")

@@ -179,9 +179,26 @@ def test_start_status_logs_restart_stop(rig: Rig) -> None:
     assert f"d0.1         {D1}       pid {begun['d0.1']}" in rig.out
 
     assert rig("logs", "--lines", "3") == 0
-    assert f"==> {D1}: " in rig.out
+    assert {line.partition(" ")[0] for line in rig.out.splitlines()} == {"d0", "p0", "balancer"}, "d0.1 says nothing"
     assert rig("logs", "--node", P0) == 0
-    assert "d0.log" not in rig.out
+    assert "d0 " not in rig.out and "p0 " in rig.out
+    _write_lines(rig)
+    assert rig("logs", "--request", "r1") == 0
+    assert rig.out.splitlines() == [
+        "balancer     | 2026-11-30T10:00:01.000Z warning retry request=r1",
+        "d0.1         | 2026-11-30T10:00:02.000Z error rank_fault request=r1",
+        "d0.1         | Traceback (most recent call last):",
+        "d0           | 2026-11-30T10:00:03.000Z info request_finished request=r1",
+        "balancer     | 2026-11-30T10:00:04.000Z info request_finished request=r1",
+    ], "of all machines, in the order of time"
+    assert rig("logs", "--level", "warning", "--since", "2026-11-30T10:00:02Z") == 0
+    assert rig.out.count("\n") == 2 and "rank_fault" in rig.out
+    assert rig("logs", "--since", "soon") == 2 and "--since soon: neither a time" in rig.err
+    rig.fault(P0, "ssh: connect to host 10.77.0.3 port 22: Connection refused")
+    assert rig("logs", "--request", "r2") == 1
+    assert rig.out == "d0           | 2026-11-30T10:00:03.500Z info request_finished request=r2\n", "what the others have"
+    assert f"error: {P0}: connection refused on port 22" in rig.err
+    rig.mend(P0)
     following = rig.begin("logs", "--follow", "--lines", "1")
     for text in ("news", "more news"):
         with (rig.run_folder(D1).path / "d0.1.log").open("a") as log:
@@ -204,6 +221,17 @@ def test_start_status_logs_restart_stop(rig: Rig) -> None:
     assert not set(again.values()) & sessions()
     assert rig.pids() == {}
     assert rig("status") == 3
+
+
+def _write_lines(rig: Rig) -> None:
+    """Lines as services write them, at the end of their logs; the test's own services have nothing to say."""
+    for node, name, lines in (
+        (D0, "d0", ("03.000Z info request_finished request=r1", "03.500Z info request_finished request=r2")),
+        (D1, "d0.1", ("02.000Z error rank_fault request=r1\nTraceback (most recent call last):",)),
+        (P0, "balancer", ("01.000Z warning retry request=r1", "04.000Z info request_finished request=r1")),
+    ):
+        with (rig.run_folder(node).path / f"{name}.log").open("a") as log:
+            log.writelines(f"2026-11-30T10:00:{line}\n" for line in lines)
 
 
 def test_machines_that_cannot_be_reached_are_all_named_and_nothing_is_started(rig: Rig) -> None:

@@ -146,7 +146,7 @@ def test_the_operator_sees_a_ready_cluster(clone: Clone, running: State) -> None
     assert again.returncode == 2
     assert "already running" in again.stderr
     logs = verb(clone, "logs", "--lines", "5")
-    assert all(f"{name}.log" in logs.stdout for name in ("p0", "d0", "balancer"))
+    assert all(f"{name:<12} | " in logs.stdout for name in ("p0", "d0", "balancer"))
 
 
 def test_stop_leaves_nothing(clone: Clone, running: State, shared_memory_before: set[Path]) -> None:
