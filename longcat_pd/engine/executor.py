@@ -348,7 +348,13 @@ class ProcessExecutor:
         if self._failure is not None:
             return
         self._failure = error
-        logger().error("rank_lost" if isinstance(error, RankLost) else "engine_fault", reason=error.message)
+        if isinstance(error, RankLost):
+            lost = [rank for rank in self._roster.ranks if rank.is_lost]
+            step_id = self._overdue.step_id if self._overdue is not None else None
+            nodes = sorted({rank.node for rank in lost})
+            logger().error("rank_lost", reason=error.message, rank=[r.number for r in lost], node=nodes, step_id=step_id)
+        else:
+            logger().error("engine_fault", reason=error.message)
         self._processes.dump_stacks()
         self._steps.end(error)
         self._all_called.set()

@@ -69,6 +69,8 @@ class StepLoop:
         load_s, weight_bytes = max(r.load_s for r in ready), sum(r.weight_bytes for r in ready)
         logger().info("weights_loaded", ranks=len(ready), seconds=load_s, bytes=weight_bytes)
         _log_memory(ready)
+        compilations = sum(rank.accounts.compilations for rank in ready)
+        logger().info("warmed_up", ranks=len(ready), seconds=max(r.warm_s for r in ready), compilations=compilations)
         task = asyncio.get_running_loop().create_task(self._run())
         task.add_done_callback(self._ended)
         self._tasks.append(task)
@@ -180,6 +182,8 @@ class StepLoop:
                 phases.append(flight.plan.phase)
                 if flight.plan.phase == "decode":
                     self._decoded(outputs, {seq.slot for seq, _ in news})
+                    for seq, tokens in news:
+                        seq.request.life.num_accepted += max(len(tokens) - 1, 0)
             self._collected_at = now
         return phases
 

@@ -200,6 +200,7 @@ class RankReady:
     """A rank has loaded its weights and joined its groups. ``memory``: bytes that it allocated, by part (``footprint``).
 
     ``torch``: its version.
+    ``load_s``: seconds until its weights were there, ``warm_s``: from then on, compiling above all.
     """
 
     rank: int
@@ -211,6 +212,7 @@ class RankReady:
     accounts: RankAccounts
     memory: tuple[tuple[str, int], ...] = ()
     torch: str = ""
+    warm_s: float = 0.0
 
 
 RankMessage = RankReady | Heartbeat | StepOutput | TransferClosed

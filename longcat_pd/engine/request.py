@@ -98,11 +98,12 @@ class Life:
     """The life of one request at one instance. Written by the engine; whoever tells of the request reads it.
 
     ``num_cached_tokens``: leading tokens of its prompt that were not computed for it, at the instance that computed the
-    rest; None as long as that is not known.
+    rest; None as long as that is not known. ``num_accepted``: tokens of its answer that drafts brought.
     """
 
     def __init__(self) -> None:
         self.num_cached_tokens: int | None = None
+        self.num_accepted = 0
         self._at: dict[Event, float] = {}
 
     def stamp(self, event: Event, now: float) -> None:

@@ -20,6 +20,7 @@ from longcat_pd.kv_cache.block_pool import BlockState, GroupPool
 from longcat_pd.kv_cache.block_table import BlockTable
 from longcat_pd.kv_cache.layout import BlockSplit
 from longcat_pd.kv_transfer.messages import TransferClosed
+from longcat_pd.log import logger
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +169,10 @@ class Room:
         del group.held[seq.slot]
         group.free_slots.append(seq.slot)
         push = self._pushes.get(seq.push.transfer_id) if seq.push else None
-        if push:
+        if push and seq.push:
             push.table = seq.table
             group.pool.quarantine(seq.table)
+            logger().warning("blocks_quarantined", transfer=seq.push.transfer_id, blocks=len(seq.table.blocks))
         else:
             group.pool.release(seq.table)
 

@@ -63,13 +63,16 @@ class RankEntry:
     is_routable: bool = False
     is_silent: bool = False
     is_lost: bool = False
+    node: int = 0
 
 
 class Roster:
     """The ranks of one instance, by number."""
 
     def __init__(self, specs: Sequence[RankSpec], now: float) -> None:
-        self.ranks = tuple(RankEntry(s.rank, _title(s), s.identity, now, RankAccounts(rank=s.rank)) for s in specs)
+        self.ranks = tuple(
+            RankEntry(s.rank, _title(s), s.identity, now, RankAccounts(rank=s.rank), node=s.node_rank) for s in specs
+        )
         self._by_identity = {rank.identity: rank for rank in self.ranks}
 
     def __len__(self) -> int:
@@ -145,7 +148,7 @@ class Roster:
             silent_s = now - rank.heard_at
             was_silent, rank.is_silent = rank.is_silent, silent_s > RANK_SILENT_S
             if rank.is_silent and not was_silent:
-                logger().warning("rank_silent", rank=rank.number, seconds=silent_s)
+                logger().warning("rank_silent", rank=rank.number, node=rank.node, seconds=silent_s)
             if silent_s > RANK_SILENT_S + lost_s:
                 rank.is_lost = True
                 return RankLost(f"{rank.title} has been silent for {silent_s:.0f} s")

@@ -6,6 +6,7 @@ the shape that the steps of all groups have together.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -58,6 +59,7 @@ class ModelRunner:
         self._spec = spec
         self._mesh = mesh
         self._loaded = loaded or load_rank_model(spec, mesh)
+        self._loaded_at = time.monotonic()
         self.cache = self._loaded.cache
         self._handover = Handover(push, arrival)
         num_groups = mesh.layout.axis("dp").size
@@ -88,6 +90,7 @@ class ModelRunner:
             accounts=self.accounts(),
             memory=self._loaded.memory,
             torch=str(torch.__version__),
+            warm_s=time.monotonic() - self._loaded_at,
         )
 
     def accounts(self) -> RankAccounts:

@@ -83,7 +83,8 @@ class Link:
             logger().warning("peer_version", peer=self.name, ours=ours_version, theirs=theirs.code_version)
         if (is_new or before != "mismatch") and self.mismatch:
             for m in self.mismatch:
-                logger().error("peer_mismatch", peer=self.name, field=m.field, prefill=m.prefill, decode=m.decode)
+                ours, theirs_said = (m.prefill, m.decode) if pair[0] is self._ours else (m.decode, m.prefill)
+                logger().error("peer_mismatch", peer=self.name, field=m.field, ours=ours, theirs=theirs_said)
         elif self.state == "up" and (is_new or before != "up"):
             logger().info("peer_up", peer=self.name, incarnation=theirs.incarnation)
         return is_new

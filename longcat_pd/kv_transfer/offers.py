@@ -298,7 +298,7 @@ class Offers:
     def _greeted(self, identity: bytes, hello: Hello) -> None:
         peer = self._peers.get(hello.name)
         if peer is None:
-            logger().error("peer_mismatch", peer=hello.name, field="name", prefill=hello.name, decode="not configured")
+            logger().error("peer_mismatch", peer=hello.name, field="name", ours="not configured", theirs=hello.name)
             return
         peer.identity = identity
         self.news.set()

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -30,9 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     log.set_up()
     log.logger().info("starting", role=NAME)
+    began = time.monotonic()
     try:
         cluster = load(options.config, options.overrides)
+        log.logger().info("config_resolved", seconds=time.monotonic() - began)
         settings = cluster.load_balancer
+        log.logger().info(
+            "plan", ports=[settings.port], instances=[i.name for _, pool in pools(cluster) for i in pool.instances]
+        )
         if findings := list(port_findings(use for use in port_uses(cluster) if use.port == settings.port)):
             raise ConfigError("\n".join(findings))
         if options.check:

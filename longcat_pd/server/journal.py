@@ -59,14 +59,21 @@ class Journal:
         metrics: of this process; None where nobody reads them.
         now: the service's clock.
         recorder: keeps a record of each request that generates; None where nobody wants one.
+        pair_with: the prefill and the decode instance of a hand-over, from the name of the other one.
     """
 
     def __init__(
-        self, metrics: RequestMetrics | None, now: Callable[[], float], *, recorder: Recorder | None = None
+        self,
+        metrics: RequestMetrics | None,
+        now: Callable[[], float],
+        *,
+        recorder: Recorder | None = None,
+        pair_with: Callable[[str], tuple[str, ...]] = lambda peer: (peer,),
     ) -> None:
         self._metrics = metrics
         self._now = now
         self._recorder = recorder
+        self._pair_with = pair_with
         self.last_token: float | None = None  # when any request got a token
         self._log = log.logger()
 
@@ -116,10 +123,11 @@ class Journal:
         first = None if record.first_token is None else record.first_token - record.started
         self._log.info(
             "request_finished",
-            **_which(call),
+            **self._which(call),
             prompt=record.prompts.num_tokens,
             cached=record.prompts.num_cached,
             output=record.num_output,
+            accepted=sum(life.num_accepted for life in record.prompts.lives),
             finish=record.finish,
             ttft_ms=None if first is None else round(1000 * first, 3),
             tpot_ms=None if first is None else round(1000 * _per_token(record, seconds - first), 3),
@@ -151,7 +159,7 @@ class Journal:
         write = self._log.error if error.status >= 500 and error.cause == "self" else self._log.warning
         write(
             "request_failed",
-            **_which(call),
+            **self._which(call),
             status=error.status,
             code=error.code,
             cause=error.cause,
@@ -164,14 +172,13 @@ class Journal:
         if self._metrics is not None:
             self._metrics.cancels_total("client").inc()
         took = None if record.left_at is None else round(1000 * (self._now() - record.left_at), 3)
-        self._log.info("request_cancelled", **_which(call), by="client", hop=record.hop, ms_to_free=took)
+        self._log.info("request_cancelled", **self._which(call), by="client", hop=record.hop, ms_to_free=took)
 
-
-def _which(call: Call) -> dict[str, Any]:
-    """The hand-over that the request belongs to."""
-    if call.transfer is None:
-        return {}
-    return {"transfer": call.transfer.id, "peer": call.transfer.peer, "attempt": call.attempt}
+    def _which(self, call: Call) -> dict[str, Any]:
+        """The hand-over that the request belongs to."""
+        if call.transfer is None:
+            return {}
+        return {"transfer": call.transfer.id, "pair": self._pair_with(call.transfer.peer), "attempt": call.attempt}
 
 
 def _per_token(record: Record, seconds: float) -> float:

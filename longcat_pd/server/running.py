@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from longcat_pd.engine.request import Delta, Request
@@ -21,7 +22,7 @@ from longcat_pd.server.journal import Journal, Record
 from longcat_pd.server.merge import merged
 from longcat_pd.server.openai import Body
 from longcat_pd.server.requests import Call, PromptSource, RequestOf
-from longcat_pd.server.service import Recorder, Service
+from longcat_pd.server.service import Recorder, Service, pair_of
 
 T = TypeVar("T")
 
@@ -77,7 +78,7 @@ class Running:
         self._service = service
         self._reader_of = reader_of
         self._gate = gate
-        self._journal = Journal(metrics, service.now, recorder=recorder)
+        self._journal = Journal(metrics, service.now, recorder=recorder, pair_with=partial(pair_of, service))
 
     @property
     def last_token(self) -> float | None:

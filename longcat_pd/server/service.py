@@ -120,3 +120,8 @@ class Recorder(Protocol):
     def keep(self, take: Take, outcome: str) -> None:
         """A request has ended. ``outcome``: of its body: a finish reason, the code of an error, or "cancelled"."""
         ...
+
+
+def pair_of(service: Service, peer: str) -> tuple[str, ...]:
+    """The names of the prefill and of the decode instance of a hand-over between this one and ``peer``."""
+    return (peer, service.name) if service.role == "decode" else (service.name, peer)

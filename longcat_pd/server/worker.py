@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
+import time
 from collections.abc import Sequence
 
 from longcat_pd import log
@@ -15,11 +15,11 @@ from longcat_pd.config import resolve
 from longcat_pd.config.schema import ClusterConfig, InstanceSpec
 from longcat_pd.errors import ConfigError
 from longcat_pd.server.app import worker_front
+from longcat_pd.server.inspected import tell_plan
 from longcat_pd.server.node_process import serve_node, tell_refusal
 from longcat_pd.server.peered import WorkerRole
 from longcat_pd.server.run import STATUS_OK, listen, refuse
 from longcat_pd.server.serving import serve
-from longcat_pd.sizing import preflight
 
 
 def run_worker(role: WorkerRole, arguments: Sequence[str] | None = None) -> int:
@@ -28,14 +28,13 @@ def run_worker(role: WorkerRole, arguments: Sequence[str] | None = None) -> int:
     node: int = options.node_rank
     log.set_up()
     log.logger().info("starting", role=role.name, instance=options.instance, node=node)
+    began = time.monotonic()
     try:
         cluster = resolve.load(options.config, options.overrides)
         spec = resolve.instance_spec(cluster, options.instance)
+        log.logger().info("config_resolved", digest=spec.config_digest, seconds=time.monotonic() - began)
         _check_place(role, spec, node)
-        found = preflight.inspect(spec, node_rank=node)
-        for line in found.plan:
-            sys.stderr.write(f"{line}\n")
-        found.raise_if_refused()
+        tell_plan(spec, node_rank=node)
         if options.check:
             return STATUS_OK
         if node:

@@ -9,9 +9,10 @@ import contextlib
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from longcat_pd.config.checks import PortUse, ports_of
 from longcat_pd.config.keys import read_cluster_keys
@@ -29,10 +30,11 @@ LISTEN = "0A"  # state column of /proc/net/tcp
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """The plan of one instance, and what stands against it."""
+    """The plan of one instance, and what stands against it. ``facts``: the figures of the plan, for the log."""
 
     plan: tuple[str, ...]
     findings: tuple[str, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     def raise_if_refused(self) -> None:
         """Raise one ConfigError with a line for each finding."""
@@ -60,7 +62,16 @@ def inspect(spec: InstanceSpec, *, node_rank: int = 0, available_bytes: int | No
         *compiler_findings(spec),
         *key_findings(spec),
     ]
-    return Preflight(plan=tuple(plan_lines(spec, ranks)), findings=tuple(findings))
+    needs = [sum(rank.parts.values()) for rank in ranks]
+    facts = {
+        "instance": spec.name,
+        "node": node_rank,
+        "ranks": len(ranks),
+        "ports": [use.port for use in ports_of(spec)] if node_rank == 0 else [],
+        "max_bytes": max(needs),
+        "all_bytes": sum(needs),
+    }
+    return Preflight(plan=tuple(plan_lines(spec, ranks)), findings=tuple(findings), facts=facts)
 
 
 def plan_lines(spec: InstanceSpec, ranks: Sequence[RankMemory]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,8 +16,8 @@ from longcat_pd import log
 from longcat_pd.config import resolve
 from longcat_pd.config.schema import LoadBalancerConfig
 from longcat_pd.errors import ConfigError
+from longcat_pd.server.inspected import tell_plan
 from longcat_pd.server.run import STATUS_OK, listen, refuse
-from longcat_pd.sizing import preflight
 from longcat_pd.standalone.default_model import HELP, with_default
 from longcat_pd.standalone.online import serve
 
@@ -27,16 +27,15 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     log.set_up()
     log.logger().info("starting", role="standalone")
+    began = time.monotonic()
     keys = {"api_key_file": options.api_key_file, "admin_key_file": options.admin_key_file}
     try:
         model, overrides = with_default(options.model, _overrides(options))
         cluster = resolve.standalone_cluster(model, overrides, host=options.host, port=options.port)
         spec = resolve.instance_spec(cluster, "standalone")
+        log.logger().info("config_resolved", digest=spec.config_digest, seconds=time.monotonic() - began)
         front = replace(cluster.load_balancer, **{name: path for name, path in keys.items() if path is not None})
-        found = preflight.inspect(spec)
-        for line in found.plan:
-            sys.stderr.write(f"{line}\n")
-        found.raise_if_refused()
+        tell_plan(spec)
         if options.check:
             return STATUS_OK
         with listen(options.host, options.port) as listener:

@@ -167,7 +167,7 @@ async def test_a_peer_that_does_not_match_is_refused_and_those_that_serve_are_no
             assert values.startswith("prefill ") and ", decode " in values, line
             (told,) = re.findall(f"peer_mismatch .*field={field} .*", processes.log("d0"))
             shown = values.removeprefix("prefill ").split(", decode ")
-            assert f"prefill={shown[0]}" in told and f"decode={shown[1]}" in told
+            assert f"theirs={shown[0]}" in told and f"ours={shown[1]}" in told
             assert await call(topology, is_streamed=True) == good
         for name, life in lives.items():
             said = await instance_answer(processes, topology, name, "/ready")

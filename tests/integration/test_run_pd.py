@@ -134,6 +134,41 @@ def test_the_openai_client_works_both_ways(running: State) -> None:
             client.chat.completions.create(**{**settings, "temperature": 9})
 
 
+def test_the_log_tells_the_story_of_a_request_and_none_of_its_text(clone: Clone, running: State) -> None:
+    headers = {"X-Request-Id": "the-story"}
+    asked = {**body(stream=False), "return_token_ids": True}
+    answer = httpx.post(f"{running.url}/v1/chat/completions", json=asked, headers=headers, timeout=60.0, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    told = verb(clone, "logs", "--request", "the-story").stdout.splitlines()
+    ends = {line.split()[0]: line for line in told if " request_finished " in line}
+    assert len(told) == 3 and sorted(ends) == ["balancer", "d0", "p0"], told
+    assert all(line.partition("| ")[2].startswith("20") and " request=the-story" in line for line in told)
+    assert all(" pair=p0,d0 attempt=1" in line for line in told) and len({_fact(line, "transfer") for line in told}) == 1
+    for name, facts in (
+        ("p0", "queue prefill transfer"),
+        ("d0", "queue transfer ttft tpot"),
+        ("balancer", "queue prefill"),
+    ):
+        assert all(f" {fact}_ms=" in ends[name] for fact in facts.split()), ends[name]
+    assert _fact(ends["d0"], "accepted").isdecimal()
+
+    whole = verb(clone, "logs", "--since", "1d").stdout
+    times = [line.partition("| ")[2][:24] for line in whole.splitlines() if line.partition("| ")[2].startswith("20")]
+    assert times == sorted(times) and len(times) > 30
+    for name in ("p0", "d0", "balancer"):
+        events = {line.split()[4] for line in whole.splitlines() if line.split()[0] == name and len(line.split()) > 4}
+        wanted = {"starting", "config_resolved", "plan", "listening", "ready"}
+        wanted |= {"instance_in"} if name == "balancer" else {"weights_loaded", "warmed_up", "peer_up"}
+        assert wanted <= events, wanted - events
+    text = answer.json()["choices"][0]["message"]["content"]
+    assert QUESTION not in whole and (len(text) < 4 or text not in whole)
+    assert verb(clone, "logs", "--level", "error").stdout == ""
+
+
+def _fact(line: str, name: str) -> str:
+    return line.partition(f" {name}=")[2].split()[0]
+
+
 def test_the_operator_sees_a_ready_cluster(clone: Clone, running: State) -> None:
     for name in ("p0", "d0"):
         assert READY in (folder_of(clone).path / f"{name}.log").read_text(encoding="utf-8")

@@ -24,7 +24,7 @@ class Rig:
         self.time, self.lines = 100.0, io.StringIO()
         log.set_up(stream=self.lines)
         self.metrics = Metrics(role="prefill", instance="p0")
-        self.journal = Journal(self.metrics.requests, lambda: self.time)
+        self.journal = Journal(self.metrics.requests, lambda: self.time, pair_with=lambda peer: (peer, "d0"))
 
     def request(self, *events: Event) -> Request:
         request = Request(request_id="r", prompt_token_ids=(5, 6, 7), sampling=SamplingParams(), deadline=9.0)
@@ -65,7 +65,7 @@ ON_D = (Event.ARRIVED, Event.GRANTED, Event.COMMITTED, Event.FIRST_TOKEN)
 def test_who_leaves_is_told_with_the_hop_and_the_time_to_free(events, hop):
     rig = Rig()
     assert rig.run(asyncio.CancelledError(), *events) == (
-        f"info request_cancelled transfer=t peer=p0 attempt=2 by=client hop={hop} ms_to_free=250"
+        f"info request_cancelled transfer=t pair=p0,d0 attempt=2 by=client hop={hop} ms_to_free=250"
     )
     assert rig.counted("requests_total") == {"cancelled": 1} and rig.counted("cancels_total") == {"client": 1}
 
@@ -82,14 +82,14 @@ def test_who_leaves_is_told_with_the_hop_and_the_time_to_free(events, hop):
 )  # fmt: skip
 def test_a_failure_is_told_once(error, told, cancels):
     rig = Rig()
-    assert rig.run(error) == told.format("transfer=t peer=p0 attempt=2")
+    assert rig.run(error) == told.format("transfer=t pair=p0,d0 attempt=2")
     assert rig.counted("requests_total") == {error.code: 1} and rig.counted("cancels_total") == cancels
 
 
 def test_a_good_end_is_told_with_its_times():
     rig = Rig()
     assert rig.run(None, *ON_P) == (
-        "info request_finished transfer=t peer=p0 attempt=2 prompt=3 cached=0 output=0 finish=length"
+        "info request_finished transfer=t pair=p0,d0 attempt=2 prompt=3 cached=0 output=0 accepted=0 finish=length"
         " ttft_ms=none tpot_ms=none queue_ms=3000 prefill_ms=1000 transfer_ms=1000"
     )
     assert rig.counted("requests_total") == {"length": 1}
