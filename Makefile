@@ -66,6 +66,17 @@ $(NODE_CLIENTS): tests/clients/node/package-lock.json
 	npm ci --no-fund --no-audit --prefix $(<D)
 	touch $@
 
+# The status page in Chromium (Debian's, on the PATH, as is node), with axe; pictures go to tests/page/pictures.
+PAGE := tests/page/node_modules/installed
+
+.PHONY: test-page
+test-page: $(STAMP) $(PAGE)
+	OMP_NUM_THREADS=1 $(PYTHON) -m tests.page
+
+$(PAGE): tests/page/package-lock.json
+	npm ci --no-fund --no-audit --prefix $(<D)
+	touch $@
+
 # The NPU table against the real torch_npu over link stand-ins: nothing runs on an NPU. x86-64, gcc and binutils; the wheels
 # (75 MB) are a download of this target alone, into a folder of its own. Ten minutes on two cores.
 NPU := .npu

@@ -115,7 +115,7 @@ async def ready(url: str, client: httpx.AsyncClient, seconds: float = READY_S) -
 
 @contextlib.asynccontextmanager
 async def running(
-    config: Path, made_of: Callable[[Path], Processes] = Processes
+    config: Path, made_of: Callable[[Path], Processes] = Processes, *, seconds: float = READY_S
 ) -> AsyncIterator[tuple[Processes, Topology]]:
     """All processes of the file, ready."""
     processes = made_of(config)
@@ -123,7 +123,7 @@ async def running(
         for name in processes.names:
             processes.start(name)
         async with httpx.AsyncClient(base_url=processes.url, timeout=60.0, trust_env=False) as client:
-            await ready(processes.url, client)
+            await ready(processes.url, client, seconds)
             yield processes, Topology(processes.url, client, {})
 
 

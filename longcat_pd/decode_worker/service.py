@@ -102,6 +102,10 @@ class DecodeService:
         state = decode_state(self._spec, self._engine.acceptance.mean())
         return {**layout_info(self._spec, self._engine.ready), "internal_states": [state]}
 
+    def glance(self) -> dict[str, Any]:
+        """Without asking a rank."""
+        return self._engine.glance.facts(transfers=self._offers.num_open)
+
     def computed_by(self, peer: str | None) -> tuple[Hello, ...]:
         """The prefill instance and this one."""
         theirs = (link.theirs for link in self._offers.links() if link.name == peer)
@@ -149,7 +153,8 @@ class DecodeService:
         """
         reports = await transfer.within(math.inf, self._engine.transfer_closed(transfer.id), "cache")
         transfer.check(reports)
-        self._metrics.transfer_bytes_total.inc(sum(r.num_bytes for r in reports))
+        seq.request.life.moved_bytes = sum(r.num_bytes for r in reports)
+        self._metrics.transfer_bytes_total.inc(seq.request.life.moved_bytes)
         commit = await transfer.committed(self._offers.limits.commit_s)
         self._engine.stamp(seq, Event.COMMITTED)
         seq.request.life.num_cached_tokens = commit.num_cached_tokens

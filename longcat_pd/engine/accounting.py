@@ -53,6 +53,42 @@ class Acceptance:
         self._lengths.clear()
 
 
+class Glance:
+    """What an instance shows of itself without asking a rank for it: as of the ranks' last heartbeats."""
+
+    def __init__(self, loop: StepLoop, acceptance: Acceptance) -> None:
+        self._loop = loop
+        self._acceptance = acceptance
+
+    def facts(self, *, transfers: int) -> dict[str, Any]:
+        """Load, pace (mean milliseconds of the latest steps; None before the first) and every rank."""
+        room = self._loop.scheduler.room
+        figures, cached = room.figures(), room.cached_by_rank()
+        states = self._loop.executor.rank_states()
+        return {
+            "waiting": figures.waiting,
+            "running": figures.running,
+            "slots": figures.slots,
+            "transfers": transfers,
+            "step_ms": {phase: 1000 * sum(took) / len(took) if took else None for phase, took in self._loop.pace.items()},
+            "accepted": self._acceptance.mean(),
+            "ranks": [_seen(state, cached[state.rank]) for state in states],
+        }
+
+
+def _seen(state: RankState, cached: int) -> dict[str, Any]:
+    accounts = state.accounts
+    told = _rank(accounts, cached=min(cached, accounts.blocks_free), is_silent=state.state != "ok")
+    return {
+        **{key: told[key] for key in ("rank", "blocks", "slots", "lanes")},
+        "state": state.state,
+        "silent_s": state.silent_s,
+        "missed": state.missed,
+        "waits_for": state.waits_for,
+        "stands_in": accounts.stands_in,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Health:
     """``reasons`` (dicts with code, detail, rank): why the instance is not ready; ``is_lost``: it cannot recover."""

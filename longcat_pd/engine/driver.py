@@ -56,6 +56,7 @@ class Engine:
         self._loop = StepLoop(
             self._scheduler, executor=executor, clock=clock, metrics=metrics.engine, on_decoded=self.acceptance.add
         )
+        self.glance = accounting.Glance(self._loop, self.acceptance)
         metrics.refresh_with(lambda: accounting.set_gauges(self._loop, metrics.engine))
 
     async def start(self) -> Ready:

@@ -24,6 +24,7 @@ from longcat_pd.log import logger
 from longcat_pd.metrics import EngineMetrics
 
 Outputs = asyncio.Future[tuple[StepOutput, ...]]
+PACE_STEPS = 32  # over so many of the latest the pace is a mean
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class StepLoop:
     """Runs from ``start`` until it fails or is closed; then every wait raises the reason.
 
     The verbs call ``wake`` after everything that they change. ``on_decoded`` is told what every decode step brings to
-    sequences that had not ended before it.
+    sequences that had not ended before it. ``pace``: seconds of the latest steps.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class StepLoop:
         self._on_decoded = on_decoded
         self._flights: deque[_Flight] = deque()
         self._collected_at = 0.0
+        self.pace: dict[Phase, deque[float]] = {p: deque(maxlen=PACE_STEPS) for p in ("prefill", "decode")}
         self._wake = asyncio.Event()
         self.failure: LongcatError | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -173,12 +175,14 @@ class StepLoop:
             now = self._clock.now()
             news = self.scheduler.apply(outputs, now)
             for seq, tokens in news:
+                seq.request.life.step(now)
                 if (tokens or seq.failure) and seq in self.inboxes:
                     self.inboxes[seq].tokens.extend(tokens)
                     self.inboxes[seq].ring()
             if flight.plan.segments:
                 began = max(flight.submitted_at, self._collected_at)  # a plan that is ahead waits for its turn
                 self._metrics.step_seconds(flight.plan.phase).observe(now - began)
+                self.pace[flight.plan.phase].append(now - began)
                 phases.append(flight.plan.phase)
                 if flight.plan.phase == "decode":
                     self._decoded(outputs, {seq.slot for seq, _ in news})

@@ -13,6 +13,7 @@ from typing import Literal
 from longcat_pd.errors import InvalidRequest
 
 MAX_BIAS = 1024  # token ids that a request may favour or disfavour
+STEPS_KEPT = 64  # of a life: when its first steps ended
 
 Hop = Literal["queued", "offered", "prefilling", "transferring", "decoding"]
 
@@ -99,12 +100,30 @@ class Life:
 
     ``num_cached_tokens``: leading tokens of its prompt that were not computed for it, at the instance that computed the
     rest; None as long as that is not known. ``num_accepted``: tokens of its answer that drafts brought.
+    rest; None as long as that is not known. ``steps``: when the first of the plans that it stood in were answered, chunks
+    of a prompt or decode steps; ``num_steps``: all of them. ``moved_bytes``: of its cache, between two instances;
+    ``early_bytes``: those that had left before the last layer was computed, as far as is known where they are sent.
     """
 
     def __init__(self) -> None:
         self.num_cached_tokens: int | None = None
         self.num_accepted = 0
+        self.num_steps = 0
+        self.steps: list[float] = []
+        self.moved_bytes: int | None = None
+        self.early_bytes: int | None = None
         self._at: dict[Event, float] = {}
+
+    @property
+    def events(self) -> tuple[tuple[Event, float], ...]:
+        """What has happened, in the order of time."""
+        return tuple(sorted(self._at.items(), key=lambda entry: entry[1]))
+
+    def step(self, now: float) -> None:
+        """A plan that it stood in has been answered."""
+        self.num_steps += 1
+        if self.num_steps <= STEPS_KEPT:
+            self.steps.append(now)
 
     def stamp(self, event: Event, now: float) -> None:
         """Note an event once."""

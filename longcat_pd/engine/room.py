@@ -196,6 +196,12 @@ class Room:
             blocks={state.value: sum(group.pool.count(state) for group in self._groups) for state in BlockState},
         )
 
+    def cached_by_rank(self) -> list[int]:
+        """Blocks of each rank that are kept without a holder: the driver's own knowledge, of now."""
+        ranks_each = self._num_ranks // len(self._groups)
+        places = ((self._groups[rank // ranks_each], rank % self._num_shards) for rank in range(self._num_ranks))
+        return [group.pool.shards[shard].count(BlockState.CACHED) for group, shard in places]
+
     def by_rank(self) -> list[RankFigures]:
         """What each rank holds when all plans so far are executed."""
         late = [push.table for push in self._pushes.values() if push.table]

@@ -80,6 +80,7 @@ class _Instance:
         with contextlib.suppress(TimeoutError):  # what is cut closes its own calls first
             await self._face.means.clock.within(LAST_BYTES_S, self._face.gate.empty())
         await self._face.probe.close()
+        await self._face.lookout.close()
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)

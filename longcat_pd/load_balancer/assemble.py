@@ -32,8 +32,18 @@ def targets_of(cluster: ClusterConfig) -> tuple[Target, ...]:
         if role == "standalone":
             continue
         for instance in pool.instances:
-            digest = instance_spec(cluster, instance.name).config_digest
-            found.append(Target(name=instance.name, role=role, url=instance.url, config_digest=digest))
+            spec = instance_spec(cluster, instance.name)
+            target = Target(
+                name=instance.name,
+                role=role,
+                url=instance.url,
+                config_digest=spec.config_digest,
+                nodes=spec.nodes or (spec.host,),
+                stages=spec.parallel.pp_size,
+                groups=spec.parallel.dp_size,
+                num_ranks=spec.parallel.world_size,
+            )
+            found.append(target)
     return tuple(found)
 
 

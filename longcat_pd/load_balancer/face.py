@@ -12,8 +12,10 @@ from fastapi.requests import HTTPConnection
 from longcat_pd.config.keys import read_cluster_keys
 from longcat_pd.config.schema import LoadBalancerConfig
 from longcat_pd.load_balancer.attempt import Means
+from longcat_pd.load_balancer.lookout import Lookout
 from longcat_pd.load_balancer.overview import Overview, Probe, Served
 from longcat_pd.load_balancer.proxy import Proxy
+from longcat_pd.load_balancer.sightings import Sightings
 from longcat_pd.server.gate import Gate
 from longcat_pd.server.intake import KeyRing
 
@@ -46,6 +48,7 @@ class Face:
     proxy: Proxy
     overview: Overview
     probe: Probe
+    lookout: Lookout
     has_faults: bool = False  # its instances can be told to fail
 
     @classmethod
@@ -61,6 +64,7 @@ class Face:
             proxy=proxy,
             overview=Overview(means, gate, served),
             probe=Probe(means, proxy),
+            lookout=Lookout(Sightings(means, gate, proxy, model=served.name).snapshot, means.clock),
             has_faults=has_faults,
         )
 

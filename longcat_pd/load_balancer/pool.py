@@ -7,73 +7,55 @@ given as a function, and what became of a call is reported by ``attempt.py``.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from longcat_pd import log
-from longcat_pd.clock import BREAKER_FAILURES, BREAKER_OPEN_S, READY_POLL_S, Clock
+from longcat_pd.clock import BREAKER_FAILURES, READY_POLL_S, Clock
 from longcat_pd.errors import LongcatError, WorkerUnavailable
+from longcat_pd.load_balancer.breaker import Breaker
 from longcat_pd.load_balancer.workers import WorkerRefused
 from longcat_pd.metrics import Metrics
 
 LegRole = Literal["prefill", "decode"]
 MISSES_OUT = 2  # polls without an answer that put an instance out
+HAPPENINGS_KEPT = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """An instance as the configuration names it; ``/ready`` of what answers at ``url`` must say the same."""
+    """An instance as the configuration names it; ``/ready`` of what answers at ``url`` must say the same.
+
+    Ranks are numbered stage by stage, group by group, and share ``nodes`` evenly, neighbours together.
+    """
 
     name: str
     role: LegRole
     url: str
     config_digest: str
+    nodes: tuple[str, ...] = ()
+    stages: int = 1
+    groups: int = 1
+    num_ranks: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Happening:
+    """Something that became of an instance, for who looks later.
+
+    ``what``: in, out, breaker opened, breaker closed, drained, undrained.
+    """
+
+    at: float
+    target: str
+    what: str
+    reason: str = ""
 
 
 Ask = Callable[[str], Awaitable[Mapping[str, Any]]]
-
-
-class Breaker:
-    """Keeps an instance out of the choice for 10 s after 5 failures of its own in a row, then lets one request try."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._failures = 0
-        self._open_until: float | None = None
-        self._trial_runs = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it has opened and no trial has succeeded since."""
-        return self._open_until is not None
-
-    @property
-    def allows(self) -> bool:
-        """Whether a request may be sent now."""
-        return self._open_until is None or (self._clock.now() >= self._open_until and not self._trial_runs)
-
-    def take(self) -> bool:
-        """A request is sent. Whether it is the trial; that one is to be given back with ``release``."""
-        is_trial = self.is_open and not self._trial_runs
-        self._trial_runs = self._trial_runs or is_trial
-        return is_trial
-
-    def release(self) -> None:
-        """The trial ended; if it got no verdict, the next request is a trial."""
-        self._trial_runs = False
-
-    def succeed(self) -> None:
-        """That request was answered well: the row of failures ends, the breaker closes."""
-        self._failures, self._open_until, self._trial_runs = 0, None, False
-
-    def fail(self, *, may_open: bool) -> None:
-        """That request failed through this instance. ``may_open`` is false for the only ready one of a role."""
-        self._failures += 1
-        self._trial_runs = False
-        if self._failures >= BREAKER_FAILURES and may_open:
-            self._open_until = self._clock.now() + BREAKER_OPEN_S
 
 
 class Instance:
@@ -87,6 +69,10 @@ class Instance:
         self.is_in = False
         self.is_drained = False  # by an operator, here at the balancer
         self.out_reason = "starting"
+        self.out_since: float | None = clock.now()  # None: it is in
+        self.last_words: Sequence[
+            Any
+        ] = ()  # its reasons, of the last that it said before it was gone; until it is in again
         self.misses = 0
         self.open_legs = 0
         self.open_bytes = 0  # of the bodies of its open legs
@@ -170,6 +156,7 @@ class Pool:
         self._turns = 0
         self._news = asyncio.Event()
         self._complaints: dict[str, str] = {}
+        self.happenings: deque[Happening] = deque(maxlen=HAPPENINGS_KEPT)
 
     # ------------------------------------------------------------------ health
 
@@ -220,18 +207,26 @@ class Pool:
             codes = [str(r.get("code")) for r in own if isinstance(r, dict)] if isinstance(own, list) else []
             self._put_out(instance, ",".join(codes) or "not ready")
         elif not instance.is_in:
-            instance.is_in = True
+            instance.is_in, instance.out_since, instance.last_words = True, None, ()
+            self._note(instance, "in")
             log.logger().info("instance_in", target=instance.name, incarnation=answer.get("incarnation"))
         self._show(instance)
 
     def _put_out(self, instance: Instance, reason: str) -> None:
         if instance.is_in:
             log.logger().warning("instance_out", target=instance.name, reason=reason)
+            self._note(instance, "out", reason)
+            instance.out_since = self._clock.now()
         if reason in ("refused", "silent"):
+            own = instance.said.get("reasons")
+            instance.last_words = own if isinstance(own, list) and own else instance.last_words
             instance.said = {}
         instance.is_in = False
         instance.out_reason = reason
         self._show(instance)
+
+    def _note(self, instance: Instance, what: str, reason: str = "") -> None:
+        self.happenings.append(Happening(at=self._clock.now(), target=instance.name, what=what, reason=reason))
 
     async def _watch(self, instance: Instance) -> None:
         while True:
@@ -319,6 +314,7 @@ class Pool:
         """A call to it came to its good end."""
         if instance.breaker.is_open:
             log.logger().info("breaker_closed", target=instance.name)
+            self._note(instance, "breaker closed")
         instance.breaker.succeed()
         self._show(instance)
 
@@ -329,12 +325,15 @@ class Pool:
         instance.breaker.fail(may_open=bool(others))
         if instance.breaker.is_open and not was_open:
             log.logger().warning("breaker_opened", target=instance.name, reason=f"{BREAKER_FAILURES} failures in a row")
+            self._note(instance, "breaker opened")
         self._show(instance)
 
     def drain(self, name: str, *, out: bool) -> Instance | None:
         """Take an instance out of the choice, or put it back. None: there is none of that name."""
         instance = self.instances.get(name)
         if instance is not None:
+            if instance.is_drained != out:
+                self._note(instance, "drained" if out else "undrained")
             instance.is_drained = out
             self._show(instance)
         return instance

@@ -21,6 +21,7 @@ class Progress:
     """How far a request has come; written by its own coroutine, read for its log line."""
 
     started: float
+    request_id: str = ""
     counts: bool = True  # false for probes, which request metrics and the log leave out
     pair: Pair | None = None
     transfer_id: str = ""
@@ -35,6 +36,8 @@ class Progress:
     is_told: bool = False  # the client has the whole answer
     cut_by: str | None = None  # client, deadline, drain
     last_sent: float = 0.0
+    outcome: str | None = None  # how it ended, in the words of the metrics, and when
+    ended: float | None = None
 
     @property
     def pair_names(self) -> tuple[str, ...]:
@@ -55,18 +58,20 @@ class Progress:
         if cancelled_by is not None:
             requests.cancels_total(cancelled_by).inc()
         if failure is not None:
-            requests.requests_total(failure.code).inc()
+            outcome = failure.code
             is_defect = failure.status >= 500 and failure.cause == "self"
             tell = log.logger().error if is_defect else log.logger().warning
             tell("request_failed", status=failure.status, code=failure.code, cause=failure.cause, hop=hop, **facts)
         elif cut_by is not None:
-            requests.requests_total("cancelled").inc()
+            outcome = "cancelled"
             log.logger().info("request_cancelled", by=cut_by, hop=hop, **facts)
         else:
-            requests.requests_total(self.finish or "stop").inc()
+            outcome = self.finish or "stop"
             requests.request_seconds.observe(now - self.started)
             facts |= self._prefill(requests) | self._tokens(requests)
             log.logger().info("request_finished", finish=self.finish, **facts)
+        requests.requests_total(outcome).inc()
+        self.outcome, self.ended = outcome, now
 
     def _tokens(self, requests: RequestMetrics) -> dict[str, Any]:
         """Count what the answer cost and how fast it came; the same for the log. When tokens came, a stream alone shows."""

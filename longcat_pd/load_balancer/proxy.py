@@ -6,6 +6,7 @@ Knows the client only as something that takes a head and bytes, so that the end-
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from longcat_pd.server import sse
 from longcat_pd.server.errors import error_headers, error_object, to_json
 from longcat_pd.server.gate import Cut
 
+KEPT = 50  # requests that can be looked at
 FAREWELL_S = 1.0  # how long a client that does not read may hold up its own error
 
 
@@ -37,6 +39,7 @@ class Proxy:
 
     def __init__(self, means: Means, config: LoadBalancerConfig) -> None:
         self.proof: Proof | None = None
+        self.recent: deque[Progress] = deque(maxlen=KEPT)  # of the clients' requests that began last
         self._means = means
         self._config = config
 
@@ -50,7 +53,9 @@ class Proxy:
             cuts: of the gate; to be told when the request has to end with an error.
             counts: false for a probe.
         """
-        progress = Progress(started=self._means.clock.now(), counts=counts)
+        progress = Progress(started=self._means.clock.now(), request_id=call.request_id, counts=counts)
+        if counts:
+            self.recent.append(progress)
         try:
             await self._until_cut(call, client, progress=progress, gone=gone, cuts=cuts)
         except LegFailed as failed:

@@ -11,7 +11,7 @@ from typing import Any
 
 from longcat_pd.config.schema import InstanceSpec, Role
 from longcat_pd.engine.driver import Engine
-from longcat_pd.engine.request import Delta, Event, Request, SamplingParams, TokenOutput, TransferRef
+from longcat_pd.engine.request import Delta, Event, Life, Request, SamplingParams, TokenOutput, TransferRef
 from longcat_pd.engine.sequence import Sequence
 from longcat_pd.errors import WorkerUnavailable
 from longcat_pd.kv_transfer.messages import Commit, Hello, Offer
@@ -64,7 +64,7 @@ class PrefillService:
                 first = await transfer.during(self._prefill(seq, transfer))
                 early = self._sent_early(transfer.id)
                 transfer.commit(_commit(transfer.id, first, seq))
-                await transfer.during(self._sent(transfer, early))
+                await transfer.during(self._sent(transfer, early, request.life))
                 await transfer.acknowledged()
                 self._engine.stamp(seq, Event.COMMITTED)
             yield Delta(())
@@ -90,6 +90,10 @@ class PrefillService:
     def info(self) -> dict[str, Any]:
         """Layout and memory for /server_info."""
         return {**layout_info(self._spec, self._engine.ready), "internal_states": [{}]}
+
+    def glance(self) -> dict[str, Any]:
+        """Without asking a rank."""
+        return self._engine.glance.facts(transfers=self._offering.num_open)
 
     def computed_by(self, peer: str | None) -> tuple[Hello, ...]:
         """This one; of an answer, it computes a part only."""
@@ -135,13 +139,14 @@ class PrefillService:
         last_stage = (parallel.pp_size - 1) * parallel.cp_size
         return {r.rank for r in self._engine.reported(transfer_id) if r.ok and r.rank < last_stage}
 
-    async def _sent(self, transfer: OutgoingTransfer, early: set[int]) -> None:
+    async def _sent(self, transfer: OutgoingTransfer, early: set[int], life: Life) -> None:
         """Wait until all ranks have sent everything; each of them ends by itself when nothing moves."""
         reports = await self._engine.transfer_closed(transfer.id)
         transfer.check(reports)
-        self._metrics.transfer_bytes_total.inc(sum(r.num_bytes for r in reports))
-        early_bytes = sum(r.num_bytes if r.rank in early else r.bytes_before_last_layer for r in reports)
-        self._metrics.transfer_early_bytes_total.inc(early_bytes)
+        life.moved_bytes = sum(r.num_bytes for r in reports)
+        life.early_bytes = sum(r.num_bytes if r.rank in early else r.bytes_before_last_layer for r in reports)
+        self._metrics.transfer_bytes_total.inc(life.moved_bytes)
+        self._metrics.transfer_early_bytes_total.inc(life.early_bytes)
 
 
 def _commit(transfer_id: str, first: TokenOutput, seq: Sequence) -> Commit:

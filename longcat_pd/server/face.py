@@ -74,6 +74,10 @@ class Face:
         """When any request got a token, on the service's clock."""
         return self._running.last_token
 
+    def recent(self) -> list[dict[str, Any]]:
+        """The bodies that came last, as they went so far; oldest first."""
+        return self._running.recent
+
     def read(self, route: str, values: dict[str, Any]) -> Body:
         """Check a body. Raises InvalidRequest or NotFound."""
         return read_body(route, values, self._service.model.served_name)

@@ -6,13 +6,14 @@ Owns outcomes and durations of requests. Times come from the engine's own life e
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from longcat_pd import log
-from longcat_pd.engine.request import Hop, Request
+from longcat_pd.engine.request import Hop, Life, Request
 from longcat_pd.errors import LongcatError
 from longcat_pd.metrics import RequestMetrics
 from longcat_pd.server.requests import Call
@@ -23,13 +24,19 @@ from longcat_pd.server.tally import PromptTally
 _HOPS: tuple[Hop, ...] = get_args(Hop)
 _CUT_BY = {"deadline_exceeded": "deadline", "draining": "drain"}
 _SPANS = ("queue", "prefill", "transfer")
+KEPT = 50  # requests whose lives can be looked at
 
 
 @dataclass(kw_only=True)
 class Record:
-    """One body as it goes; written by the face. ``left_at``: when its requests began to be closed."""
+    """One body as it goes; written by the face. ``left_at``: when its requests began to be closed. ``outcome`` and
+    ``ended``: None as long as it goes.
+    """
 
     started: float
+    call: Call
+    outcome: str | None = None
+    ended: float | None = None
     num_output: int = 0
     finish: str = "engine_fault"
     first_token: float | None = None
@@ -50,6 +57,31 @@ class Record:
             for name, value in life.timings_ms().items():
                 timings[name] = max(value, timings.get(name, 0.0))
         return timings
+
+    def seen(self, now: float) -> dict[str, Any]:
+        """How it went so far, by ages in seconds; of several choices the events and steps of the first one that began.
+
+        Names, counts and times only: no text, no token id and no key.
+        """
+        call, lives = self.call, self.prompts.lives
+        life = lives[0] if lives else Life()
+        return {
+            "id": call.request_id,
+            "transfer": call.transfer.id if call.transfer is not None else None,
+            "attempt": call.attempt,
+            "outcome": self.outcome,
+            "began": round(now - self.started, 4),
+            "ended": None if self.ended is None else round(now - self.ended, 4),
+            "choices": len(lives),
+            "prompt": self.prompts.num_tokens,
+            "cached": self.prompts.num_cached,
+            "output": self.num_output,
+            "events": [[event.value, round(now - at, 4)] for event, at in life.events],
+            "steps": [round(now - at, 4) for at in life.steps],
+            "num_steps": life.num_steps,
+            "moved_bytes": life.moved_bytes,
+            "early_bytes": life.early_bytes,
+        }
 
 
 class Journal:
@@ -75,12 +107,14 @@ class Journal:
         self._recorder = recorder
         self._pair_with = pair_with
         self.last_token: float | None = None  # when any request got a token
+        self._kept: deque[Record] = deque(maxlen=KEPT)
         self._log = log.logger()
 
     @contextmanager
     def request(self, call: Call) -> Iterator[Record]:
         """The life of one request, whatever its end. Of a defect, whoever answers it writes the line."""
-        record, outcome = Record(started=self._now()), "engine_fault"
+        record, outcome = Record(started=self._now(), call=replace(call, resume=None)), "engine_fault"
+        self._kept.append(record)
         try:
             yield record
             outcome = record.finish
@@ -94,6 +128,7 @@ class Journal:
             self._cancelled(record, call)
             raise
         finally:
+            record.outcome, record.ended = outcome, self._now()
             if self._metrics is not None:
                 self._metrics.requests_total(outcome).inc()
             if self._recorder is not None:
@@ -106,6 +141,11 @@ class Journal:
             return None
         record.takes.append(Take(request, attempt))
         return record.takes[-1]
+
+    def recent(self) -> list[dict[str, Any]]:
+        """The requests that began last, whether they go on or not; oldest first."""
+        now = self._now()
+        return [record.seen(now) for record in self._kept]
 
     def leaving(self, record: Record) -> None:
         """The end of the request is known; what it holds is given back from now on."""

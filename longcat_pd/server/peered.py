@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
-from longcat_pd.clock import Clock
+from longcat_pd.clock import READY_POLL_S, Clock
 from longcat_pd.config.schema import Role
 from longcat_pd.engine.driver import Engine
 from longcat_pd.errors import ConfigError, EngineFault
@@ -20,6 +20,7 @@ from longcat_pd.log import logger
 from longcat_pd.server.parts import Parts
 from longcat_pd.server.service import Service
 
+LAST_WORDS_S = 1.2 * READY_POLL_S  # a balancer has asked by then, and knows which rank was lost
 GREETING_S = 0.5  # peers that are there have answered by then; others greet when they come
 
 
@@ -91,8 +92,9 @@ class PeeredInstance:
             engine.cancel()
 
     async def close(self) -> None:
-        """Ranks first: what they say last still reaches the peers."""
-        await self._engine.close()
+        """Ranks first: what they say last still reaches the peers. Of a failure ``/ready`` is given time to tell."""
+        last_words_s = LAST_WORDS_S if self._engine.health().is_lost else 0.0
+        await asyncio.gather(self._engine.close(), self._clock.sleep(last_words_s))
         if self._links is not None:
             self._links.cancel()
             await asyncio.gather(self._links, return_exceptions=True)

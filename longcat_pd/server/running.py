@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from longcat_pd.engine.request import Delta, Request
 from longcat_pd.errors import EngineFault, WorkerUnavailable
@@ -84,6 +84,11 @@ class Running:
     def last_token(self) -> float | None:
         """When any request got a token, on the service's clock."""
         return self._journal.last_token
+
+    @property
+    def recent(self) -> list[dict[str, Any]]:
+        """The bodies that came last, as they went so far; oldest first."""
+        return self._journal.recent()
 
     def admit(self) -> None:
         """Raise what a new body is refused with now: draining, too many, starting."""

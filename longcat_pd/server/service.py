@@ -105,6 +105,10 @@ class Service(Protocol):
         """``parallel``, ``memory`` and ``internal_states`` of ``/server_info``."""
         ...
 
+    def glance(self) -> dict[str, Any]:
+        """Load, pace and every rank, from what is known already (``engine/accounting.py``); never waits."""
+        ...
+
     def computed_by(self, peer: str | None) -> tuple[Hello, ...]:
         """Who computes an answer that belongs to a hand-over from ``peer`` (None: to none), as they say of themselves."""
         ...

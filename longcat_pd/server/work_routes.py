@@ -11,6 +11,7 @@ from longcat_pd.server.about_routes import RouteTable
 from longcat_pd.server.face import Face
 from longcat_pd.server.legs import generation_routes
 from longcat_pd.server.probe import Probe, probe_route
+from longcat_pd.server.seen import seen_routes
 from longcat_pd.server.service import Service
 from longcat_pd.server.text import TextProcessor
 from longcat_pd.server.tokenization import Tokenization, text_routes
@@ -24,7 +25,7 @@ def work_table(
     if service.role != "decode":
         posts |= text_routes(Tokenization(service, text, face.encoded), front)
     if service.role != "standalone":
-        return RouteTable(posts=posts)
+        return RouteTable(gets=seen_routes(face, service), posts=posts)
     # the probe's own face is outside of gate and metrics
     probe = Probe(Face(service, text), last_token=face.last_token, now=service.now, name=service.name)
     return RouteTable(open_gets=probe_route(probe), posts=posts)

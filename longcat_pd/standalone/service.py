@@ -73,6 +73,10 @@ class StandaloneService:
         state = decode_state(self._spec, self._engine.acceptance.mean())
         return {**layout_info(self._spec, self._engine.ready), "internal_states": [state]}
 
+    def glance(self) -> dict[str, Any]:
+        """Without asking a rank."""
+        return self._engine.glance.facts(transfers=0)
+
     def computed_by(self, peer: str | None) -> tuple[Hello, ...]:
         """This one alone."""
         return (self._hello,)

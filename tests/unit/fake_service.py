@@ -151,6 +151,9 @@ class FakeService:
     def info(self) -> dict[str, Any]:
         return {"parallel": {"pp_size": 1}, "internal_states": [{"avg_spec_accept_length": None}]}
 
+    def glance(self) -> dict[str, Any]:
+        return {"waiting": 0, "running": 0, "ranks": []}
+
     def computed_by(self, peer: str | None) -> tuple[Hello, ...]:
         return tuple(hello(name, self.role) for name in (peer, self.name) if name is not None)
 

@@ -44,10 +44,13 @@ ROLES = {
         "POST": [CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/flush_cache"],
     },
     "prefill": {
-        "GET": [*OPEN, "/server_info", "/model_info", "/debug/accounting"],
+        "GET": [*OPEN, "/server_info", "/model_info", "/debug/accounting", "/debug/seen"],
         "POST": [CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/flush_cache"],
     },
-    "decode": {"GET": [*OPEN, "/server_info", "/model_info", "/debug/accounting"], "POST": [CHAT, COMPLETIONS, "/flush_cache"]},
+    "decode": {
+        "GET": [*OPEN, "/server_info", "/model_info", "/debug/accounting", "/debug/seen"],
+        "POST": [CHAT, COMPLETIONS, "/flush_cache"],
+    },
 }  # fmt: skip
 EVERY = {path for routes in ROLES.values() for paths in routes.values() for path in paths}
 

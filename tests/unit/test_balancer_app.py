@@ -71,7 +71,9 @@ async def test_flushing_reaches_every_instance_and_says_where_it_did_not() -> No
 # ---------------------------------------------------------------------- routes, keys, bodies
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/health/", "/v1/models/", "/v1/chat/completions/", "/docs", "/admin/drain"])
+@pytest.mark.parametrize(
+    "path", ["/v1", "/status/", "/health/", "/v1/models/", "/v1/chat/completions/", "/docs", "/admin/drain"]
+)
 async def test_what_is_not_a_route_is_404_and_not_redirected(path: str) -> None:
     rig = await Rig.make()
     answer = await rig.get(path, **{"X-Request-Id": "r-9"})

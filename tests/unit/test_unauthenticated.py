@@ -18,7 +18,7 @@ from longcat_pd.server.intake import KeyRing
 from tests.balancer_rig import Rig
 from tests.unit.fake_service import EOS, FakeService, make_app, plays, write_folder
 
-OPEN = {"/health", "/ready", "/metrics", "/health_generate", "/openapi.json"}
+OPEN = {"/", "/health", "/ready", "/metrics", "/health_generate", "/openapi.json"}
 KEYS = {"no key": {}, "a wrong key": {"Authorization": "Bearer wrong"}, "no bearer": {"Authorization": "right"}}
 
 
@@ -75,6 +75,7 @@ async def test_a_worker(folder: Path, key_file: str, role: Any) -> None:
 
 async def test_the_balancer() -> None:
     rig = await Rig.make(keys=Keys(client=KeyRing([b"right"]), admin=KeyRing([b"chief"])))
+    await rig.face.lookout.close()  # a page that looks would look on
     assert {"/flush_cache", "/admin/drain", "/debug/accounting", "/v1/completions"} <= await judge(rig.app, "chief")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(rig.app), base_url="http://face") as client:
         for headers in ({}, {"Authorization": "Bearer right"}):  # a client is no operator
