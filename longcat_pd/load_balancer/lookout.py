@@ -64,8 +64,9 @@ class Lookout:
             yield self._views()
         finally:
             self._viewers -= 1
-            if not self._viewers:
+            if not self._viewers and self._going_on is not None:
                 self._going_on.cancel()
+                self._going_on = None
 
     async def close(self) -> None:
         """Everybody is sent away."""
@@ -87,6 +88,8 @@ class Lookout:
             with suppress(TimeoutError):
                 await self._clock.within(PATIENCE_S, news.wait())
                 continue
+            if self._going_on is not None and self._going_on.done():
+                self._going_on.result()  # raises the defect that ended it
             yield b""
 
     async def _go_on(self) -> None:

@@ -93,8 +93,8 @@ class PeeredInstance:
 
     async def close(self) -> None:
         """Ranks first: what they say last still reaches the peers. Of a failure ``/ready`` is given time to tell."""
-        last_words_s = LAST_WORDS_S if self._engine.health().is_lost else 0.0
-        await asyncio.gather(self._engine.close(), self._clock.sleep(last_words_s))
+        last_words = [self._clock.sleep(LAST_WORDS_S)] if self._engine.health().is_lost else []
+        await asyncio.gather(self._engine.close(), *last_words)
         if self._links is not None:
             self._links.cancel()
             await asyncio.gather(self._links, return_exceptions=True)

@@ -1,6 +1,6 @@
 """`make test-page`: the status page in a real browser, against a small cluster of real processes that loses a rank.
 
-Prints one line for each check and leaves pictures in ``--pictures``. Needs Chromium and Node; exit status 1 if a check failed.
+Prints one line for each check, leaves pictures in ``--pictures``; exit status 1 if a check failed. Needs Chromium and Node.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-// The status page in a real browser. Arguments: URL, key, folder for pictures, name of the rank to lose, its process id.
+// The status page in a real browser. Arguments: URL, key, folder for pictures, name of the rank to lose, its process id, browser,
+// signal that loses it.
 // Prints one line for each check; exit status 1 if any failed.
 
 import { readFileSync } from "node:fs";
 import { createRequire } from "node:module";
 import { chromium } from "playwright-core";
 
-const [url, key, folder, rank, victim, browserPath] = process.argv.slice(2);
+const [url, key, folder, rank, victim, browserPath, signal = "SIGKILL"] = process.argv.slice(2);
 const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core"), "utf8");
 const WAIT = 60000;
 let failures = 0;
@@ -34,7 +35,7 @@ async function withKey(page) {
   check("the second stop of the tab key is the field of the key", await page.evaluate(() => document.activeElement.id === "key"));
   await page.keyboard.type(key);
   await page.keyboard.press("Enter");
-  await page.getByText("live", { exact: true }).waitFor();
+  await page.locator("#link", { hasText: /^live$/ }).waitFor();
   await page.locator(".rank.ok").first().waitFor();
 }
 
@@ -55,15 +56,17 @@ async function fits(page, name) {
 async function talks(page) {
   await page.locator("#prompt").focus();
   await page.keyboard.type("hello");
-  const lengths = new Set();
+  await page.evaluate(() => {
+    window.lengths = new Set();
+    const note = () => window.lengths.add(document.getElementById("answer").textContent.length);
+    new MutationObserver(note).observe(document.getElementById("answer"), { childList: true, subtree: true, characterData: true });
+  });
   await page.keyboard.press("Enter");
   const reply = page.locator("#answer p:nth-child(2)");
   await reply.waitFor({ state: "attached" });
-  while (await page.locator("#send").isDisabled()) {
-    lengths.add((await reply.textContent()).length);
-    await page.waitForTimeout(30);
-  }
-  check("the chat box streams", lengths.size >= 3, `${lengths.size} lengths seen, ${(await reply.textContent()).length} characters`);
+  await page.locator("#send:not([disabled])").waitFor();
+  const lengths = await page.evaluate(() => window.lengths.size);
+  check("the chat box streams", lengths >= 4, `${lengths} states seen, ${(await reply.textContent()).length} characters`);
   await page.locator("#requests li").first().waitFor();
   await page.locator("#requests .lane").nth(1).waitFor();
   check("the request has a lane at both instances", (await page.locator("#requests li").first().locator(".lane").count()) === 2);
@@ -92,7 +95,7 @@ async function keyboardOnly(page) {
 
 async function losesRank(page) {
   const began = Date.now();
-  process.kill(Number(victim), "SIGKILL");
+  process.kill(Number(victim), signal);
   await page.locator(".rank.lost").first().waitFor();
   const seconds = (Date.now() - began) / 1000;
   const words = await page.locator("#wrong li").allTextContents();

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from longcat_pd.errors import ConfigError, EngineFault
+from longcat_pd.errors import ConfigError, EngineFault, RankLost
 from longcat_pd.server.peered import PeeredInstance
 from tests.manual_clock import settle
 from tests.unit.control_rig import Pair, hello
@@ -81,3 +81,15 @@ async def test_a_link_task_that_breaks_ends_the_instance() -> None:
     with pytest.raises(EngineFault):
         await asyncio.wait_for(instance.failed(), 5.0)
     await end(pair, instance)
+
+
+async def test_an_instance_that_lost_a_rank_has_time_to_say_so() -> None:
+    pair = Pair()
+    instance, starting = await start(pair)
+    await starting
+    pair.p_pencil.lose(RankLost("rank 0 ended with status -9"))
+    closing = asyncio.ensure_future(end(pair, instance))
+    await pair.clock.advance(1.0)  # a poll of a balancer falls into this time
+    assert not closing.done()
+    await pair.clock.advance(0.3)
+    await asyncio.wait_for(closing, 5.0)

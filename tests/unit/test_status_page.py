@@ -165,7 +165,7 @@ async def test_a_lost_rank_is_named_before_and_after_its_instance_is_gone() -> N
         assert found["ready"] and p1["state"] == "out"
         s.rig.cluster.ready["p1"] = refused()
         await s.rig.poll()
-    assert [(h["target"], h["what"], h["reason"]) for h in found["happened"]][0] == ("p1", "out", "rank_lost")
+    assert tuple(found["happened"][0][key] for key in ("target", "what", "reason")) == ("p1", "out", "rank_lost")
     s.rig.cluster.ready["p1"] = {**s.rig.cluster.ready["p0"], "instance": "p1", "config_digest": "digest-p1"}
     await s.rig.poll()
     found = await status(s.rig)
