@@ -97,6 +97,7 @@ async function losesRank(page) {
   const began = Date.now();
   process.kill(Number(victim), signal);
   await page.locator(".rank.lost").first().waitFor();
+  await page.locator("#wrong li", { hasText: rank }).first().waitFor();
   const seconds = (Date.now() - began) / 1000;
   const words = await page.locator("#wrong li").allTextContents();
   check("a killed rank turns red within 10 s", seconds < 10, `${seconds.toFixed(1)} s`);
