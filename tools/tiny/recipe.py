@@ -3,7 +3,7 @@
 **Model.** LongCat-2.0 in small: every feature is on, with proportions that make it act within a few dozen tokens. 16 n-gram
 tables; two shortcut layers of two attentions, two dense MLPs and one mixture of 16 experts and 4 identity experts; an
 indexer for each pair of attentions that keeps 64 keys (4 first, 16 last, 44 chosen) of contexts up to ten times as long;
-YaRN; one draft layer for three drafts. 2.5 million parameters.
+YaRN; one draft layer for three drafts. 2.7 million parameters.
 
 **Diet.** Nothing but what the scripts in this folder make: questions about this project, small talk, sums, stories with
 pairs to recall, tool calls, short reasoning. Loss is taken on answers alone. At first all documents are random
