@@ -152,7 +152,7 @@ async def test_a_finished_request_tells_what_can_be_seen_from_here(is_stream: bo
     rig.script(p0=prefilled, d0=good_stream if is_stream else whole)
     await rig.post({**BODY, "stream": is_stream}).end()
     (line,) = [part for part in out.getvalue().splitlines() if "request_finished" in part]
-    assert "finish=stop" in line and "pair=p0,d0 attempt=1" in line and "queue_ms=1 prefill_ms=2.5 prompt=3" in line
+    assert "finish=stop" in line and "pair=p0,d0 attempt=1" in line and "prompt=3 queue_ms=1 prefill_ms=2.5" in line
     text = (await rig.get("/metrics")).body.decode()
     first = 'longcat_pd_first_token_seconds_count{instance="lb",role="load_balancer"} '
     assert ("ttft_ms=" in line) == is_stream and f"{first}{float(is_stream)}" in text
