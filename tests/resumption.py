@@ -52,8 +52,8 @@ class Told:
 
 
 def read_told(content: bytes, *, is_stream: bool) -> Told:
-    *blocks, done, rest = content.decode().split("\n\n")
-    assert (done, rest) == ("data: [DONE]", ""), content[-200:]
+    *blocks, end, rest = content.decode().split("\n\n")
+    assert rest == "", content[-200:]
     told, open_events = Told(), list[Event]()
     for number, block in enumerate(blocks):
         lines = block.split("\n")
@@ -75,7 +75,16 @@ def read_told(content: bytes, *, is_stream: bool) -> Told:
             told.groups.append(Group(open_events, ids))
             open_events = []
     assert not open_events and told.ending
+    _check_usage(end, told.ending[-1])
     return told
+
+
+def _check_usage(end: str, last: Event) -> None:
+    """Before the end stands what the answer cost; where the client is told as well, it is the same."""
+    line, done = end.split("\n")
+    assert done == "data: [DONE]" and line.startswith(": usage "), end
+    usage = json.loads(line.removeprefix(": usage "))
+    assert last.get("usage", usage) == usage
 
 
 def _ids(line: str) -> list[int]:
@@ -84,11 +93,13 @@ def _ids(line: str) -> list[int]:
 
 
 def read_plain(content: bytes) -> list[Event]:
-    """The events of a stream without a comment."""
-    *events, done, rest = content.decode().split("\n\n")
-    assert (done, rest) == ("data: [DONE]", ""), content[-200:]
+    """The events of a stream without a comment but that on its usage."""
+    *events, end, rest = content.decode().split("\n\n")
+    assert rest == "", content[-200:]
     assert all(event.startswith("data: ") for event in events), content
-    return [json.loads(event.removeprefix("data: ")) for event in events]
+    told = [json.loads(event.removeprefix("data: ")) for event in events]
+    _check_usage(end, told[-1])
+    return told
 
 
 def steady_parts(answer: Event) -> dict[str, Any]:

@@ -119,6 +119,11 @@ async def test_every_metric_of_every_kind_of_process_is_moved(tiny: MakeCheckpoi
             if "transfer_early_bytes" in watch.processes["p0"].never_moved:
                 await pair.complete([first, *BODY["prompt"]], max_tokens=1)
                 await watch.look()
+        for first in range(300, 320):  # a deadline that ends between the first and the last step of a long prompt
+            if "cancels" in watch.processes["p0"].never_moved:
+                late = {**BODY, "prompt": list(range(first, first + 400)), "max_tokens": 100}
+                await pair.client.post(COMPLETIONS, json=late, headers={"X-Request-Timeout": "0.05"})
+                await watch.look()
         await watch.drain()
         assert unmoved(watch) == {kind: BY_OTHERS[kind] for kind in (BALANCER, PREFILL, DECODE)}
     front = LoadBalancerConfig(admin_key_file=str(tmp_path / "admin"))

@@ -80,7 +80,7 @@ async def test_a_stream_has_exactly_these_lines(folder: str, text: TextProcessor
     assert lines[1] == ": ids " + base64.b64encode(pack(first)).decode()
     assert lines[3] == "" and lines[4] == ": ids " + base64.b64encode(pack(second)).decode()
     kinds = [line.partition(" ")[2][:3] if line.startswith(":") else line[:6] for line in lines[5:]]
-    assert kinds == ["data: ", "", "data: ", "", "ids", "data: ", "", "data: ", "", "data: ", "", ""]
+    assert kinds == ["data: ", "", "data: ", "", "ids", "data: ", "", "data: ", "", "usa", "data: ", "", ""]
     told = read_told(answer.content, is_stream=True)
     assert [group.ids for group in told.groups] == [first, second]
 
