@@ -122,8 +122,11 @@ GOOD = [
     Asked("GET", "/openapi.json"),
 ]
 
+# "/" is a page at the balancer alone.
 REFUSED = [
-    *(Asked("GET", path) for path in ("/", "/nothing", "/health/", "/docs", "/v1", "/v1/models/other")),
+    *(
+        Asked("GET", path) for path in ("/nothing", "/health/", "/docs", "/v1", "/v1/models/other")
+    ),  # "/" is the status page of a balancer
     *(Asked("POST", path) for path in ("/health", "/ready", "/metrics", "/v1/models", "/server_info", "/v1/models/x")),
     *(Asked(method, path) for method in ("GET", "DELETE", "OPTIONS") for path in (CHAT, "/tokenize", "/flush_cache")),
     *(raw(path, b"{") for path in (CHAT, COMPLETIONS, "/tokenize", "/detokenize")),
