@@ -28,6 +28,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> TextProcessor:
     return export.text_files(tmp_path_factory.mktemp("tiny") / "text", seed=0)
 
 
+LATER = Curriculum(copied=RECIPE.last_copy, pairs=3)  # all skills
+
+
 @pytest.fixture
 def feeder(text: TextProcessor) -> Feeder:
     return Feeder(RECIPE, Renderer(text), vocab_size=CONFIG["vocab_size"], longest=LONGEST)
@@ -35,7 +38,9 @@ def feeder(text: TextProcessor) -> Feeder:
 
 def training_of(feeder: Feeder, recipe: Recipe = RECIPE) -> Training:
     torch.manual_seed(recipe.seed)
-    return Training(Twin(ModelConfig.from_dict(SMALL), longest=LONGEST), recipe, feeder)
+    training = Training(Twin(ModelConfig.from_dict(SMALL), longest=LONGEST), recipe, feeder)
+    training.pace.curriculum = replace(LATER)
+    return training
 
 
 def test_a_prompt_is_what_the_server_makes_of_it_and_the_answer_ends(text: TextProcessor) -> None:
@@ -74,14 +79,17 @@ def test_the_curriculum_bounds_what_is_asked(feeder: Feeder, monkeypatch: pytest
 
     monkeypatch.setattr(feeding, "SHARES", {"recall": 1.0})
     monkeypatch.setattr(feeding, "SKILLS", {"recall": drawn})
-    copies = [b for pool in range(8) for b in feeder(pool, Curriculum(copied=5, pairs=3)) if set(b.skills) == {COPY}]
+    copies = [batch for pool in range(4) for batch in feeder(pool, Curriculum(copied=5, pairs=3))]
+    assert {skill for batch in copies for skill in batch.skills} == {COPY} and not sizes
+    for pool in range(4):
+        feeder(pool, LATER)
     assert set(sizes) == {1, 2, 3}
     assert {int((batch.weights > 0).sum(1).max()) for batch in copies} == {4}  # of 5 tokens said again, 4 are asked
 
 
 def test_a_row_says_the_token_behind_it(feeder: Feeder) -> None:
     """Of copied sequences: what a row should say stands half a document before it as well."""
-    for batch in feeder(0, Curriculum(copied=6, pairs=1)):
+    for batch in [*feeder(0, Curriculum(copied=6, pairs=1)), *feeder(0, LATER)]:
         for i, skill in enumerate(batch.skills):
             length = int((batch.ids[i] != PAD).sum())
             rows = batch.rows[i][batch.weights[i] > 0]
