@@ -41,10 +41,12 @@ class WorkerTransport(httpx.AsyncBaseTransport):
         """
         address = (request.url.host, request.url.port or 80)
         connection = self._kept(address) or await _connected(address, request.extensions["timeout"]["connect"])
+        is_answered = False
         try:
             await connection.ask(_encoded(request))
+            is_answered = True
         finally:
-            if not connection.has_head:
+            if not is_answered:  # also of a call that is given up in the turn in which its head has come
                 connection.close()
         body = _Body(self, address, connection)
         return httpx.Response(connection.status, headers=connection.headers, stream=body)

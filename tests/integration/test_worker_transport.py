@@ -216,6 +216,33 @@ async def test_giving_a_call_up_leaves_no_socket_at_any_moment(turns: int) -> No
         assert worker.ended.qsize() == worker.num_connections
 
 
+@pytest.mark.parametrize("turns", range(6))
+async def test_giving_a_call_up_as_its_head_comes_closes_its_connection(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
+    """``turns`` of the loop after the head is here, of which the call learns one turn later."""
+    head_came = transport._Connection.on_headers_complete
+
+    def leave(after: int) -> None:
+        if after:
+            asyncio.get_running_loop().call_soon(leave, after - 1)
+        else:
+            call.cancel()
+
+    def coming(connection: transport._Connection) -> None:
+        head_came(connection)
+        leave(turns)
+
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request_of(reader)
+        writer.write(CHUNKED + b"1\r\na\r\n")
+
+    monkeypatch.setattr(transport._Connection, "on_headers_complete", coming)
+    async with talk(endless) as (worker, client):
+        call = asyncio.ensure_future(client.get("/"))
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert await asyncio.wait_for(worker.ended.get(), 5.0) == b""
+
+
 async def test_leaving_a_stream_closes_its_connection() -> None:
     async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await request_of(reader)
@@ -258,6 +285,8 @@ async def test_nobody_listens() -> None:
 
 
 async def test_a_header_cannot_end_its_line() -> None:
-    async with talk(answering(OK)) as (_, client):
+    async with talk(answering(OK)) as (worker, client):
+        await client.get("/")
         with pytest.raises(httpx.LocalProtocolError):
             await client.get("/", headers={"x-request-id": "a\r\nX-Forged: 1"})
+        assert await asyncio.wait_for(worker.ended.get(), 5.0) == b""  # nor leave behind what it would have gone over
