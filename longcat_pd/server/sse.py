@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from fastapi import Response
 
+from longcat_pd.clock import MonotonicClock
 from longcat_pd.errors import LongcatError
 from longcat_pd.server.errors import ClientGone, Receive, Scope, Send, ending_in_error_event, to_json
 
@@ -107,6 +108,7 @@ async def _with_comments(source: AsyncGenerator[bytes, None], silent_s: float) -
     They are made by a task of their own, because a limited wait must not cut into their making.
     """
     queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+    clock = MonotonicClock()
 
     async def produce() -> None:
         try:
@@ -120,8 +122,8 @@ async def _with_comments(source: AsyncGenerator[bytes, None], silent_s: float) -
     try:
         while True:
             try:
-                data = await asyncio.wait_for(queue.get(), silent_s)
-            except asyncio.TimeoutError:
+                data = await clock.within(silent_s, queue.get())
+            except TimeoutError:
                 data = KEEP_ALIVE
             if data is None:
                 await producer  # raises what went wrong

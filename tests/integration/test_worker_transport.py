@@ -217,7 +217,7 @@ async def test_giving_a_call_up_leaves_no_socket_at_any_moment(turns: int) -> No
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_giving_a_call_up_as_its_head_comes_closes_its_connection(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
+async def test_giving_a_call_up_as_its_head_comes(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
     """``turns`` of the loop after the head is here, of which the call learns one turn later."""
     head_came = transport._Connection.on_headers_complete
 
