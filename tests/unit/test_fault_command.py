@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -127,6 +128,9 @@ def test_a_relay_says_where_it_listens_and_starts_without_torch() -> None:
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as relay:
         assert relay.stdout is not None
         line = relay.stdout.readline()
-        relay.send_signal(2)
-        assert relay.wait(10.0) == 0
+        try:
+            relay.send_signal(signal.SIGINT)
+            assert relay.wait(30.0) == 0
+        finally:
+            relay.kill()  # nothing where it has ended; else leaving this block would wait for it for ever
     assert line.startswith("127.0.0.1:") and line.endswith(" to 127.0.0.1:9\n")
