@@ -8,7 +8,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q
 
 $(STAMP): pyproject.toml
 	test -x $(PYTHON) || python3 -m venv $(VENV)
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check -e '.[cpu,dev]'
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check -e '.[cpu,otel,dev]'
 	touch $@
 
 check: $(STAMP)

@@ -227,6 +227,14 @@ class BalancerMetrics:
         )
 
 
+class TracingMetrics:
+    """Of a process that tells a collector of its requests. ``outcome``: exported, dropped."""
+
+    def __init__(self, declare: _Declare) -> None:
+        outcome = {"outcome": ("exported", "dropped")}
+        self.trace_spans_total = declare.counters("trace_spans_total", "Spans by what became of them", outcome)
+
+
 class Metrics:
     """All metrics of one process; a group is declared when it is first used, so that nobody shows what it cannot move.
 
@@ -268,6 +276,11 @@ class Metrics:
     def balancer(self) -> BalancerMetrics:
         """Of the balancer."""
         return BalancerMetrics(self._declare)
+
+    @cached_property
+    def tracing(self) -> TracingMetrics:
+        """Of a process that tells a collector of its requests."""
+        return TracingMetrics(self._declare)
 
     def build_info(self, *, version: str, model_digest: str, wire_version: str) -> None:
         """Say once what runs here."""

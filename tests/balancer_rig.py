@@ -25,6 +25,7 @@ from longcat_pd.load_balancer.overview import Served
 from longcat_pd.load_balancer.pool import LegRole, Pool, Target
 from longcat_pd.load_balancer.workers import Workers
 from longcat_pd.metrics import Metrics
+from longcat_pd.server.tracing import Exporter, Tracer
 from tests.manual_clock import ManualClock, settle
 
 DONE = b"data: [DONE]\n\n"
@@ -279,6 +280,7 @@ class Rig:
         keys: Keys | None = None,
         key: str | None = None,
         has_faults: bool = False,
+        exporter: Exporter | None = None,
         **config: Any,
     ) -> Rig:
         clock = ManualClock()
@@ -287,7 +289,10 @@ class Rig:
         workers = Workers(clock, key=key, transport=cluster)
         targets = [Target(name=n, role=role_of(n), url=f"http://{n}", config_digest=f"digest-{n}") for n in names.split()]
         pool = Pool(targets, ask=workers.ask_ready, clock=clock, metrics=metrics)
-        means = Means(pool=pool, workers=workers, clock=clock, metrics=metrics)
+        tracer = None
+        if exporter is not None:
+            tracer = Tracer(exporter, sample=1.0, is_first=True, metrics=metrics.tracing, clock=clock)
+        means = Means(pool=pool, workers=workers, clock=clock, metrics=metrics, tracer=tracer)
         served = Served(
             name="longcat",
             path="/w/longcat",

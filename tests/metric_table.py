@@ -94,8 +94,9 @@ TABLE = (
     Row("instance_ready", "gauge", (BALANCER,), {"target": ()}),
     Row("breaker_open", "gauge", (BALANCER,), {"target": ()}),
 )
-BY_FAMILY = {row.family: row for row in TABLE}
-BY_SERIES = {name: row for row in TABLE for name in row.series}
+TRACED = Row("trace_spans_total", "counter", labels={"outcome": ("exported", "dropped")})  # with a collector alone
+BY_FAMILY = {row.family: row for row in (*TABLE, TRACED)}
+BY_SERIES = {name: row for row in (*TABLE, TRACED) for name in row.series}
 
 
 @dataclass(frozen=True)

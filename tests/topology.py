@@ -142,6 +142,8 @@ async def pools(config: ClusterConfig, *, entries: Mapping[str, str] | None = No
         watching = asyncio.ensure_future(face.means.pool.watch())
         stack.push_async_callback(_cancelled, watching)
         stack.push_async_callback(face.means.workers.close)
+        if face.means.tracer is not None:
+            stack.push_async_callback(face.means.tracer.close)
         address = config.load_balancer
         await stack.enter_async_context(_serving(balancer_app.create_app(face), address.host, address.port, face.gate))
         await asyncio.wait_for(face.means.pool.has_been_ready.wait(), 30)

@@ -1,5 +1,5 @@
 """`make bench`: the decode step by itself, prefill + decode against one engine, one engine against transformers, memory,
-and how an overload passes.
+how an overload passes, and what it costs to be looked at.
 
 Whatever is compared is measured in the same run, in turn, so that ratios hold where absolute times do not.
 """
@@ -22,6 +22,7 @@ from longcat_pd.bench.prefixes import prefix_rows
 from longcat_pd.bench.recovery import Course, recovery_rows
 from longcat_pd.bench.report import Row, compared
 from longcat_pd.bench.servers import Served, cluster, cpu_share, engine, make_checkpoint, resident_mib
+from longcat_pd.bench.watching import Windows, watching_rows
 
 CHAT_SIZES = ("hidden_size=256", "num_layers=4", "ffn_hidden_size=512", "expert_ffn_hidden_size=128", "n_routed_experts=24")
 PAIR = """
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rate_rows(folder, num_tokens=options.tokens),
             grammar_rows(folder, port=ENGINE_PORT),
             recovery_rows(folder, Course()),
+            watching_rows(folder, Windows()),
         )
         rows = list(_told(chain.from_iterable(parts)))
     figures = report.table(report.machine(), rows)

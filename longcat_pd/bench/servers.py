@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,13 +113,17 @@ def resident_mib(pid: int) -> dict[str, float]:
     return {"driver": own, "ranks": sum(below), "processes": 1 + len(below)}
 
 
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """Processor time that these processes and all below them have taken so far."""
+    children = _children()
+    return sum(_cpu_s(p) for pid in pids for p in (pid, *_descendants(pid, children)))
+
+
 def cpu_share(pids: Sequence[int], seconds: float) -> float:
     """Cores that these processes and all below them keep busy, watched for so long."""
-    children = _children()
-    everybody = [p for pid in pids for p in (pid, *_descendants(pid, children))]
-    before = sum(_cpu_s(pid) for pid in everybody)
+    before = cpu_seconds(pids)
     threading.Event().wait(seconds)
-    return (sum(_cpu_s(pid) for pid in everybody) - before) / seconds
+    return (cpu_seconds(pids) - before) / seconds
 
 
 def _children() -> dict[int, list[int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from longcat_pd.config.layout_checks import SUPPORTED_DEVICES, check_layout, check_layout_fits
 from longcat_pd.config.model import ModelConfig
@@ -27,6 +28,7 @@ from longcat_pd.config.schema import (
     PoolConfig,
     RecordConfig,
     Role,
+    TracingConfig,
     TransferConfig,
 )
 
@@ -71,6 +73,7 @@ RANGES: Mapping[type, Mapping[str, Range]] = {
     },
     ClusterConfig: {"devices_per_node": Range(1, _MOST_DEVICES), "device_memory_gib": Range(0)},
     RecordConfig: {"max_bytes": Range(1, MOST_BUNDLE_BYTES), "max_total_bytes": _COUNT},
+    TracingConfig: {"sample": Range(0, 1)},
     **NPU_RANGES,
 }
 
@@ -154,6 +157,7 @@ def check_shape(config: ClusterConfig, found: Findings) -> None:
     check_hosts(config, list(pools(config)), found=found)
     _check_pair(config, found)
     _check_faults(config, found)
+    _check_tracing(config, found)
 
 
 def check_model(config: ClusterConfig, model: ModelConfig, *, found: Findings) -> None:
@@ -320,6 +324,22 @@ def _check_faults(config: ClusterConfig, found: Findings) -> None:
         if balancer.admin_key_file is None and not is_loopback(host):
             guard = "load_balancer.admin_key_file"
             found.cross(["faults", guard, key], f"faults=true: needs a {guard}, for {key}={host} is not loopback")
+
+
+def _check_tracing(config: ClusterConfig, found: Findings) -> None:
+    if config.tracing is None or found.is_bad("tracing.endpoint"):
+        return
+    key, endpoint = "tracing.endpoint", config.tracing.endpoint
+    said = f"{key}={endpoint.rpartition('@')[2]}"  # what stands before may be a key
+    try:
+        url = urlsplit(endpoint)
+        is_good = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # no address, or no port
+        is_good = False
+    if not is_good or not endpoint.isascii() or not endpoint.isprintable() or " " in endpoint:
+        found.add(key, f"{said}: must be http://HOST:PORT or https://HOST:PORT, perhaps with a path")
+    elif "@" in endpoint or "?" in endpoint or "#" in endpoint:
+        found.add(key, f"{said}: must hold no user, key, query or fragment; keys are told by OTEL_EXPORTER_OTLP_HEADERS")
 
 
 def _check_pair(config: ClusterConfig, found: Findings) -> None:

@@ -132,6 +132,7 @@ def instance_spec(cluster: ClusterConfig, name: str) -> InstanceSpec:
         cluster_key_file=cluster.cluster_key_file,
         faults=cluster.faults,
         record=None if role == "prefill" else cluster.record,
+        tracing=cluster.tracing,
     )
     return dataclasses.replace(spec, config_digest=_digest(spec))
 
@@ -152,9 +153,10 @@ def _peer(role: Role, instance: InstanceConfig) -> PeerAddress:
 def _digest(spec: InstanceSpec) -> str:
     """Equal for equal settings, whichever instance of a pool has them; the balancer computes it from its own file.
 
-    What an instance records is its own affair: it may be started again with other settings of that alone.
+    What an instance records and traces is its own affair: it may be started again with other settings of that alone.
     """
-    anyone = dataclasses.replace(spec, name="", host="", http_port=0, nodes=(), ranks_before=(), env={}, record=None)
+    placeless = dataclasses.replace(spec, name="", host="", http_port=0, nodes=(), ranks_before=(), env={})
+    anyone = dataclasses.replace(placeless, record=None, tracing=None)
     text = json.dumps(dataclasses.asdict(anyone), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

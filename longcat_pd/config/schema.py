@@ -247,6 +247,17 @@ class RecordConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TracingConfig:
+    """Where balancer and instances send a trace of each request, by OTLP over HTTP (``/v1/traces`` below ``endpoint``).
+
+    ``sample``: the share of requests that have one, of those whose client does not say it.
+    """
+
+    endpoint: str
+    sample: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """One YAML. ``standalone`` replaces both pools in `serve` and `infer`.
 
@@ -268,6 +279,7 @@ class ClusterConfig:
     cluster_key_file: str | None = None
     faults: bool = False  # switches for faults, by /admin/fault (docs/faults.md); for tests on CPU
     record: RecordConfig | None = None
+    tracing: TracingConfig | None = None
     env: dict[str, str] = field(default_factory=dict)
     log_dir: str | None = None
 
@@ -305,6 +317,7 @@ class InstanceSpec:
     cluster_key_file: str | None = None
     faults: bool = False
     record: RecordConfig | None = None  # None where nothing is decoded
+    tracing: TracingConfig | None = None
     config_digest: str = ""
 
     @property

@@ -85,6 +85,8 @@ class _Instance:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
         await self._face.means.workers.close()
+        if self._face.means.tracer is not None:
+            await self._face.means.tracer.close()
 
 
 async def _serve(cluster: ClusterConfig, face: Face, listener: socket.socket) -> int:

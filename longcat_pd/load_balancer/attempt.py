@@ -31,6 +31,7 @@ from longcat_pd.load_balancer.replies import (
 )
 from longcat_pd.load_balancer.workers import Incoming, WorkerCut, WorkerRefused, Workers
 from longcat_pd.metrics import Metrics
+from longcat_pd.server.tracing import Trace, Tracer
 
 TRAILER_S = 1.0  # how long the end of a stream's body may come after its last event
 
@@ -39,7 +40,8 @@ Failover = Literal["ids", "resume"]  # D is asked to say the ids of its answer, 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A checked request of a client. ``deadline`` is on the balancer's clock; ``trace`` holds headers that travel on.
+    """A checked request of a client. ``deadline`` is on the balancer's clock; ``trace`` holds headers that travel on;
+    ``traced``: the trace that it belongs to, where this process tells of it.
 
     ``is_single``: the answer has one choice, so that another pair can go on with it.
     """
@@ -51,6 +53,7 @@ class Call:
     is_stream: bool
     is_single: bool = False
     trace: Mapping[str, str] = field(default_factory=dict)
+    traced: Trace | None = None
 
 
 class LegFailed(Exception):
@@ -82,6 +85,7 @@ class Means:
     workers: Workers
     clock: Clock
     metrics: Metrics
+    tracer: Tracer | None = None
 
 
 class Attempt:
@@ -98,6 +102,11 @@ class Attempt:
         self._counted = (ExitStack(), ExitStack())
         self._pieces = self._decode()
         self._tasks: tuple[asyncio.Task[None], asyncio.Task[Piece]]
+
+    @property
+    def span_id(self) -> str:
+        """Of the attempt, of which both calls are parts."""
+        return self.transfer_id[:16]
 
     async def __aenter__(self) -> Attempt:
         for counted, instance in zip(self._counted, (self.pair.prefill, self.pair.decode), strict=True):
@@ -241,9 +250,11 @@ class Attempt:
             self._means.pool.failed(failed.instance)
 
     def _headers(self, peer: Instance) -> dict[str, str]:
+        traced = self._call.traced
         left_ms = int((self._call.deadline - self._means.clock.now()) * 1000)
         return {
             **self._call.trace,
+            **({} if traced is None else {"traceparent": traced.passed_on(self.span_id)}),
             **({"x-longcat-failover": self._failover} if self._failover else {}),
             "content-type": "application/json",
             "x-request-id": self._call.request_id,

@@ -18,7 +18,7 @@ from longcat_pd.errors import WorkerUnavailable
 from longcat_pd.load_balancer.attempt import Attempt, Call, Failover, LegFailed, Means, Piece, Whole
 from longcat_pd.load_balancer.ledger import Ledger
 from longcat_pd.load_balancer.pool import Avoid, Pair
-from longcat_pd.load_balancer.progress import Progress, log_leg
+from longcat_pd.load_balancer.progress import Progress, Tried, log_leg
 from longcat_pd.load_balancer.replies import Failure
 from longcat_pd.server import sse
 
@@ -102,13 +102,28 @@ class Course:
         """One attempt, both of whose calls are closed when it is over. Raises LegFailed."""
         progress, self._has_begun = self._progress, False
         progress.pair = attempt.pair
-        async with attempt:
-            self._tell_attempt(attempt)
-            try:
-                await self._relay(attempt)
-            finally:
-                if progress.failover is None:  # else P's account is of another prompt
-                    progress.prefilled = attempt.prefilled
+        tried = Tried(
+            number=progress.attempt,
+            pair=attempt.pair.names,
+            transfer_id=attempt.transfer_id,
+            span_id=attempt.span_id,
+            resumes=progress.failover is not None,
+            began=self._means.clock.now(),
+        )
+        progress.tries.append(tried)
+        try:
+            async with attempt:
+                self._tell_attempt(attempt)
+                try:
+                    await self._relay(attempt)
+                finally:
+                    if progress.failover is None:  # else P's account is of another prompt
+                        progress.prefilled = attempt.prefilled
+        except LegFailed as failed:
+            tried.error, tried.failed_at = failed.failure.name, failed.instance.name
+            raise
+        finally:
+            tried.ended = self._means.clock.now()
 
     def _next(self) -> int:
         self._progress.attempt += 1

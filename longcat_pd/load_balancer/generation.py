@@ -62,6 +62,9 @@ class Generation(Response):
             limit_s = time_limit_of(request, face.config.request_timeout_s)
             body = await _body(face, request, limit_s)
             checked = read_body(request.url.path, decode_body(body), face.served.name)
+            trace, traced = _trace_of(request), None
+            if face.means.tracer is not None:
+                traced = face.means.tracer.begin(trace.get("traceparent", ""))
             call = Call(
                 route=request.url.path,
                 body=body,
@@ -69,7 +72,8 @@ class Generation(Response):
                 deadline=arrived + limit_s,
                 is_stream=checked.stream,
                 is_single=checked.num_choices == 1,
-                trace=_trace_of(request),
+                trace=trace if traced is None or traced.parent_id else {},  # what belongs to no trace says nothing
+                traced=traced,
             )
             progress = await face.proxy.serve(call, _AsgiClient(send), gone=_gone(receive), cuts=cuts)
         if progress.cut_by == "client":

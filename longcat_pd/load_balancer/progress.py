@@ -6,7 +6,7 @@ Owns the lines ``request_finished``, ``request_failed``, ``request_cancelled`` a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from longcat_pd import log
@@ -14,6 +14,24 @@ from longcat_pd.load_balancer.attempt import LegFailed
 from longcat_pd.load_balancer.pool import Pair
 from longcat_pd.load_balancer.replies import Failure, Usage
 from longcat_pd.metrics import Metrics, RequestMetrics
+
+
+@dataclass(kw_only=True)
+class Tried:
+    """One attempt; written by the request's coroutine. ``resumes``: it goes on with an answer that another pair began.
+
+    ``ended``: when both of its calls were closed. ``error``: the name of the typed error at ``failed_at``.
+    """
+
+    number: int
+    pair: tuple[str, str]
+    transfer_id: str
+    span_id: str
+    resumes: bool
+    began: float
+    ended: float | None = None
+    error: str | None = None
+    failed_at: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -26,6 +44,7 @@ class Progress:
     pair: Pair | None = None
     transfer_id: str = ""
     attempt: int = 0
+    tries: list[Tried] = field(default_factory=list)
     failover: Literal["no_pair", "resumed"] | None = None  # how far the one failover has come
     first_token: float | None = None
     finish: str | None = None

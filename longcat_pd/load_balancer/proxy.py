@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
-from longcat_pd import log
 from longcat_pd.config.schema import LoadBalancerConfig
 from longcat_pd.errors import DeadlineExceeded, LongcatError
 from longcat_pd.load_balancer.attempt import Call, LegFailed, Means
-from longcat_pd.load_balancer.course import JSON_HEAD, Client, Course
+from longcat_pd.load_balancer.course import Client, Course
+from longcat_pd.load_balancer.farewell import tell_failure
 from longcat_pd.load_balancer.progress import Progress
-from longcat_pd.load_balancer.replies import Failure, failure_of
+from longcat_pd.load_balancer.replies import failure_of
+from longcat_pd.load_balancer.request_spans import request_spans
 from longcat_pd.server import sse
-from longcat_pd.server.errors import error_headers, error_object, to_json
 from longcat_pd.server.gate import Cut
 
 KEPT = 50  # requests that can be looked at
-FAREWELL_S = 1.0  # how long a client that does not read may hold up its own error
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,9 @@ class Proxy:
         finally:
             if progress.counts:
                 progress.account(self._means.metrics, self._means.clock.now())
+                self._tell_spans(call, progress)
         if progress.failure is not None:
-            await self._tell(call, client, progress.failure)
+            await tell_failure(client, progress.failure, request_id=call.request_id, clock=self._means.clock)
         return progress
 
     async def _until_cut(
@@ -114,6 +114,11 @@ class Proxy:
             progress.cut_by = "drain"
             raise cut.result()
 
+    def _tell_spans(self, call: Call, progress: Progress) -> None:
+        tracer, trace = self._means.tracer, call.traced
+        if tracer is not None and trace is not None and trace.is_sampled:
+            tracer.keep([*request_spans(trace, progress, route=call.route)])
+
     def _note_proof(self, progress: Progress) -> None:
         if progress.counts and progress.pair is not None:
             self.proof = Proof(self._means.clock.now(), progress.pair.names)
@@ -130,26 +135,6 @@ class Proxy:
             if not client.is_started:
                 await client.start(200, sse.HEADERS)
             await client.send(sse.KEEP_ALIVE)
-
-    async def _tell(self, call: Call, client: Client, failure: Failure) -> None:
-        """The failure as a status, or as the last event of a stream that has begun."""
-        if failure.error is not None:
-            body = to_json(error_object(failure.error, call.request_id))
-            headers: Mapping[str, str] = error_headers(failure.error, is_worker=False)
-        else:
-            body, headers = failure.body, failure.headers
-        try:
-            await self._means.clock.within(FAREWELL_S, _send_error(client, failure.status, headers=headers, body=body))
-        except TimeoutError:
-            log.logger().debug("client_does_not_read")
-
-
-async def _send_error(client: Client, status: int, *, headers: Mapping[str, str], body: bytes) -> None:
-    if client.is_started:
-        await client.finish(b"data: " + body + b"\n\n")
-    else:
-        await client.start(status, {**JSON_HEAD, "Content-Length": str(len(body)), **headers})
-        await client.finish(body)
 
 
 async def _end(*tasks: asyncio.Future[Any]) -> None:

@@ -11,11 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast, get_args
 
-from longcat_pd.errors import BadWorkerAnswer, Cause, InvalidRequest, LongcatError, ServiceError
+from longcat_pd.errors import BadWorkerAnswer, Cause, InvalidRequest, LongcatError, RequestError, ServiceError
 from longcat_pd.load_balancer.workers import Reply, WorkerCut, WorkerRefused, WorkerUnreached, parse_object
 from longcat_pd.server.errors import error_headers
 
 _SERVICE = {code: kind for kind in ServiceError.__subclasses__() for code in kind.codes}
+_NAMES = {
+    code: kind.__name__ for root in (RequestError, ServiceError) for kind in root.__subclasses__() for code in kind.codes
+}
 _LOAD = frozenset(("overloaded", "starting", "draining", "too_many_requests"))
 _OUR_OWN_FAULT = frozenset(("missing_api_key", "invalid_api_key", "unknown_route", "method_not_allowed"))
 _PASSED_ON = ("retry-after", "x-should-retry")
@@ -52,6 +55,13 @@ class Failure:
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
     reason: str = ""  # for the log
+
+    @property
+    def name(self) -> str:
+        """Of the typed error: ours, or that of the worker by its code."""
+        if self.error is not None:
+            return type(self.error).__name__
+        return _NAMES.get(self.code, LongcatError.__name__)
 
     @property
     def is_break(self) -> bool:

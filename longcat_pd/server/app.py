@@ -18,7 +18,7 @@ from longcat_pd.server.checked_face import checked_face
 from longcat_pd.server.envelope import dress
 from longcat_pd.server.gate import Gate
 from longcat_pd.server.intake import KeyRing
-from longcat_pd.server.service import Recorder, Service
+from longcat_pd.server.service import NOTHING, Kept, Service
 from longcat_pd.server.text import TextProcessor
 from longcat_pd.server.work_routes import work_table
 
@@ -48,7 +48,7 @@ def create_app(
     gate: Gate,
     front: LoadBalancerConfig,
     faults: Routes | None = None,
-    recorder: Recorder | None = None,
+    kept: Kept = NOTHING,
 ) -> FastAPI:
     """The face of an instance as an ASGI app; starting and ending the instance is the caller's.
 
@@ -59,9 +59,9 @@ def create_app(
         gate: ``Gate(front.max_inflight)``; the caller drains and cuts it at the end of the process.
         front: limits and key files; of a worker ``worker_front``. A key file without a key is a ConfigError.
         faults: POST routes by which the instance is told to fail; guarded by the operator's key, or by none without one.
-        recorder: keeps a record of what each request generates; None where nobody wants one.
+        kept: what is kept of each request.
     """
-    face = checked_face(service, text, gate=gate, metrics=metrics.requests, recorder=recorder)
+    face = checked_face(service, text, gate=gate, metrics=metrics.requests, kept=kept)
     about = about_table(
         service,
         gate,

@@ -10,7 +10,7 @@ from longcat_pd.engine.grammar import Vocabulary
 from longcat_pd.metrics import RequestMetrics
 from longcat_pd.server.face import Face
 from longcat_pd.server.gate import Gate
-from longcat_pd.server.service import Recorder, Service
+from longcat_pd.server.service import NOTHING, Kept, Service
 from longcat_pd.server.text import TextProcessor
 
 
@@ -20,11 +20,11 @@ def checked_face(
     *,
     gate: Gate | None = None,
     metrics: RequestMetrics | None = None,
-    recorder: Recorder | None = None,
+    kept: Kept = NOTHING,
 ) -> Face:
     """The face of an instance; arguments as ``Face``. Raises ConfigError for a tokenizer that cannot be read."""
     check = _check(service.model.path, service.role)
-    return Face(service, text, gate=gate, metrics=metrics, recorder=recorder, check_grammar=check)
+    return Face(service, text, gate=gate, metrics=metrics, kept=kept, check_grammar=check)
 
 
 def _check(folder: str, role: Role) -> Callable[[str], str]:

@@ -18,7 +18,7 @@ from longcat_pd.server.openai import Body, read_body
 from longcat_pd.server.requests import Adopted, Call, Encoded, PromptSource
 from longcat_pd.server.running import Running
 from longcat_pd.server.sampling_defaults import SamplingDefaults
-from longcat_pd.server.service import Recorder, Service
+from longcat_pd.server.service import NOTHING, Kept, Service
 from longcat_pd.server.text import TextProcessor
 
 OFFLINE_LIMIT_S = 86400.0
@@ -32,7 +32,7 @@ class Face:
         text: of the same checkpoint.
         gate: lets requests in and can cut them; None: one of its own.
         metrics: where requests are counted; None offline.
-        recorder: keeps a record of what each request generates; None where nobody wants one.
+        kept: what is kept of each request.
         check_grammar: why the ranks would not keep the text of a grammar; empty if they do. Called by one thread at a time.
     """
 
@@ -43,7 +43,7 @@ class Face:
         *,
         gate: Gate | None = None,
         metrics: RequestMetrics | None = None,
-        recorder: Recorder | None = None,
+        kept: Kept = NOTHING,
         check_grammar: Callable[[str], str] = lambda grammar: "",
     ) -> None:
         self._service = service
@@ -58,13 +58,11 @@ class Face:
             defaults=self.defaults,
         )
         self._adopted = Adopted(service, text, defaults=self.defaults)
-        self._running = Running(
-            service, constraints.parsers.choice, gate=gate or Gate(), metrics=metrics, recorder=recorder
-        )
+        self._running = Running(service, constraints.parsers.choice, gate=gate or Gate(), metrics=metrics, kept=kept)
 
-    def call(self, request_id: str, time_left_s: float) -> Call:
+    def call(self, request_id: str, time_left_s: float, *, traceparent: str = "") -> Call:
         """What surrounds a body that belongs to no hand-over."""
-        return Call(request_id=request_id, deadline=self._service.now() + time_left_s)
+        return Call(request_id=request_id, deadline=self._service.now() + time_left_s, traceparent=traceparent)
 
     def admit(self) -> None:
         """Raise what a new body is refused with now: draining, too many, starting."""

@@ -39,7 +39,7 @@ class Generation:
     async def for_client(self, request: Request) -> Response:
         """A client of a standalone server."""
         limit_s = time_limit_of(request, self._front.request_timeout_s)
-        call = self._face.call(request_id_of(request), limit_s)
+        call = self._face.call(request_id_of(request), limit_s, traceparent=traceparent_of(request))
         body = self._face.read(request.scope["path"], await self.read(request, limit_s))
         if not body.stream:
             return await self.whole(request, self._face.answer(body, call))
@@ -84,6 +84,11 @@ def request_id_of(request: Request) -> str:
     """As it was given or made when the request came."""
     request_id: str = request.scope["state"]["request_id"]
     return request_id
+
+
+def traceparent_of(request: Request) -> str:
+    """The header of a trace, or nothing."""
+    return request.headers.get("traceparent", "")
 
 
 def _ignore(_: LongcatError) -> None:

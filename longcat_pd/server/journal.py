@@ -14,10 +14,10 @@ from typing import Any, get_args
 
 from longcat_pd import log
 from longcat_pd.engine.request import Hop, Life, Request
-from longcat_pd.errors import LongcatError
+from longcat_pd.errors import EngineFault, LongcatError
 from longcat_pd.metrics import RequestMetrics
 from longcat_pd.server.requests import Call
-from longcat_pd.server.service import Recorder
+from longcat_pd.server.service import NOTHING, EndedBody, Kept
 from longcat_pd.server.take import Take
 from longcat_pd.server.tally import PromptTally
 
@@ -30,13 +30,14 @@ KEPT = 50  # requests whose lives can be looked at
 @dataclass(kw_only=True)
 class Record:
     """One body as it goes; written by the face. ``left_at``: when its requests began to be closed. ``outcome`` and
-    ``ended``: None as long as it goes.
+    ``ended``: None as long as it goes. ``error``: the name of the typed error that it ended with.
     """
 
     started: float
     call: Call
     outcome: str | None = None
     ended: float | None = None
+    error: str | None = None
     num_output: int = 0
     finish: str = "engine_fault"
     first_token: float | None = None
@@ -90,7 +91,7 @@ class Journal:
     Args:
         metrics: of this process; None where nobody reads them.
         now: the service's clock.
-        recorder: keeps a record of each request that generates; None where nobody wants one.
+        kept: what else is kept of each request.
         pair_with: the prefill and the decode instance of a hand-over, from the name of the other one.
     """
 
@@ -99,12 +100,13 @@ class Journal:
         metrics: RequestMetrics | None,
         now: Callable[[], float],
         *,
-        recorder: Recorder | None = None,
+        kept: Kept = NOTHING,
         pair_with: Callable[[str], tuple[str, ...]] = lambda peer: (peer,),
     ) -> None:
         self._metrics = metrics
         self._now = now
-        self._recorder = recorder
+        self._recorder = kept.recorder
+        self._bodies = kept.bodies
         self._pair_with = pair_with
         self.last_token: float | None = None  # when any request got a token
         self._kept: deque[Record] = deque(maxlen=KEPT)
@@ -120,7 +122,7 @@ class Journal:
             outcome = record.finish
             self._finished(record, call)
         except LongcatError as error:
-            outcome = error.code
+            outcome, record.error = error.code, type(error).__name__
             self._failed(record, call, error)
             raise
         except (asyncio.CancelledError, GeneratorExit):
@@ -134,6 +136,8 @@ class Journal:
             if self._recorder is not None:
                 for take in record.takes:
                     self._recorder.keep(take, outcome)
+            if self._bodies is not None:
+                self._bodies.ended(_facts(record, call, outcome))
 
     def take(self, record: Record, request: Request, *, attempt: int) -> Take | None:
         """Where what comes of a request is written, if it is kept."""
@@ -219,6 +223,23 @@ class Journal:
         if call.transfer is None:
             return {}
         return {"transfer": call.transfer.id, "pair": self._pair_with(call.transfer.peer), "attempt": call.attempt}
+
+
+def _facts(record: Record, call: Call, outcome: str) -> EndedBody:
+    return EndedBody(
+        request_id=call.request_id,
+        transfer=call.transfer,
+        attempt=call.attempt,
+        traceparent=call.traceparent,
+        outcome=outcome,
+        error=record.error or (EngineFault.__name__ if outcome == EngineFault.codes[0] else None),
+        began=record.started,
+        ended=record.started if record.ended is None else record.ended,
+        num_prompt=record.prompts.num_tokens,
+        num_cached=record.prompts.num_cached,
+        num_output=record.num_output,
+        lives=tuple(record.prompts.lives),
+    )
 
 
 def _per_token(record: Record, seconds: float) -> float:

@@ -14,7 +14,7 @@ from longcat_pd.config.schema import LoadBalancerConfig, Role
 from longcat_pd.metrics import HttpMetrics
 from longcat_pd.server.about_routes import Endpoint, Routes
 from longcat_pd.server.face import Face
-from longcat_pd.server.generation import Generation, request_id_of
+from longcat_pd.server.generation import Generation, request_id_of, traceparent_of
 from longcat_pd.server.leg import FAILOVER, Leg, read_leg
 from longcat_pd.server.openai import CHAT_ROUTE, COMPLETIONS_ROUTE, Body
 from longcat_pd.server.requests import Call
@@ -56,7 +56,7 @@ class Legs:
         return read_leg(request.headers, front=f"http://{self._front.host}:{self._front.port}")
 
     async def _read(self, request: Request, leg: Leg) -> tuple[Body, Call]:
-        call = self._face.call(request_id_of(request), leg.time_left_s)
+        call = self._face.call(request_id_of(request), leg.time_left_s, traceparent=traceparent_of(request))
         values: dict[str, Any] = await self._generation.read(request, leg.time_left_s)
         body = self._face.read(request.scope["path"], values)
         if leg.tells_ids:

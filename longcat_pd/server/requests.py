@@ -34,7 +34,7 @@ _LONG_TEXT = 4096  # characters; what is longer is encoded in a thread, for it w
 class Call:
     """What surrounds one body: its name, its end on the service's clock, and the hand-over that it belongs to.
 
-    ``resume``: the answer began elsewhere; its only choice goes on here.
+    ``resume``: the answer began elsewhere; its only choice goes on here. ``traceparent``: that header, as it came.
     """
 
     request_id: str
@@ -42,6 +42,7 @@ class Call:
     transfer: TransferRef | None = None
     attempt: int = 1
     resume: Resume | None = None
+    traceparent: str = ""
 
     @property
     def said_token_ids(self) -> tuple[int, ...]:

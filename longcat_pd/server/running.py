@@ -22,7 +22,7 @@ from longcat_pd.server.journal import Journal, Record
 from longcat_pd.server.merge import merged
 from longcat_pd.server.openai import Body
 from longcat_pd.server.requests import Call, PromptSource, RequestOf
-from longcat_pd.server.service import Recorder, Service, pair_of
+from longcat_pd.server.service import NOTHING, Kept, Service, pair_of
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ class Running:
         reader_of: the reader of a choice of a body, from the prompt's ids and the choice's number.
         gate: counts the bodies that run, and can cut them.
         metrics: where they are counted; None offline.
-        recorder: keeps a record of what each generates.
+        kept: what is kept of each.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class Running:
         *,
         gate: Gate,
         metrics: RequestMetrics | None,
-        recorder: Recorder | None = None,
+        kept: Kept = NOTHING,
     ) -> None:
         self._service = service
         self._reader_of = reader_of
         self._gate = gate
-        self._journal = Journal(metrics, service.now, recorder=recorder, pair_with=partial(pair_of, service))
+        self._journal = Journal(metrics, service.now, kept=kept, pair_with=partial(pair_of, service))
 
     @property
     def last_token(self) -> float | None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from longcat_pd.config.schema import EngineConfig, InstanceSpec, ModelSection, Role
 from longcat_pd.engine.accounting import Health
 from longcat_pd.engine.plan import RankReady
-from longcat_pd.engine.request import Delta, Request, SamplingParams, TransferRef
+from longcat_pd.engine.request import Delta, Life, Request, SamplingParams, TransferRef
 from longcat_pd.kv_transfer.messages import Hello
 from longcat_pd.server.take import Take
 
@@ -124,6 +124,47 @@ class Recorder(Protocol):
     def keep(self, take: Take, outcome: str) -> None:
         """A request has ended. ``outcome``: of its body: a finish reason, the code of an error, or "cancelled"."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndedBody:
+    """How a body went that has its end; times are on the service's clock. Names, counts and times only.
+
+    ``outcome``: a finish reason, the code of an error, or "cancelled"; ``error``: the name of the typed error.
+    ``traceparent``: that header of its call, as it came. ``lives``: of its choices.
+    """
+
+    request_id: str
+    transfer: TransferRef | None
+    attempt: int
+    traceparent: str
+    outcome: str
+    error: str | None
+    began: float
+    ended: float
+    num_prompt: int
+    num_cached: int
+    num_output: int
+    lives: tuple[Life, ...]
+
+
+class Bodies(Protocol):
+    """Is told of bodies. It never waits and never fails."""
+
+    def ended(self, body: EndedBody) -> None:
+        """A body has its end; nothing of it changes any more."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What is kept of requests beside log and metrics; None where nobody wants it."""
+
+    recorder: Recorder | None = None
+    bodies: Bodies | None = None
+
+
+NOTHING = Kept()
 
 
 def pair_of(service: Service, peer: str) -> tuple[str, ...]:

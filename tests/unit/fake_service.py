@@ -21,7 +21,7 @@ from longcat_pd.metrics import Metrics
 from longcat_pd.server.about_routes import Routes
 from longcat_pd.server.app import create_app
 from longcat_pd.server.gate import Gate
-from longcat_pd.server.service import Readiness, Recorder
+from longcat_pd.server.service import Kept, Readiness, Recorder
 from longcat_pd.server.text import TextProcessor
 from longcat_pd.tiny.configs import make_config
 from longcat_pd.tiny.tokenizer import text_files
@@ -180,7 +180,7 @@ def make_app(
         gate=gate or Gate(settings.max_inflight),
         front=settings,
         faults=faults,
-        recorder=recorder,
+        kept=Kept(recorder=recorder),
     )
 
 

@@ -61,6 +61,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "xgrammar": ("engine/grammar.py",),
     "llguidance": ("engine/grammar.py",),
     "transformers": ("bench/",),
+    "opentelemetry": ("server/otel.py",),
+    "requests": ("server/otel.py",),
 }
 TORCH_FREE = (
     "errors.py",

@@ -256,6 +256,29 @@ def test_all_findings_come_at_once_each_with_its_key(cluster: Path) -> None:
         (["device=cuda"], "device=cuda: is not supported yet; one of cpu, npu"),
         (["device=cuda", "decode.engine.num_blocks=200"], "device=cuda: is not supported yet; one of cpu"),
         (["faults=true", "load_balancer.host=0.0.0.0"], "faults=true: needs a load_balancer.admin_key_file, for load_bal"),
+        (["tracing={}"], "tracing.endpoint: missing"),
+        (["tracing.endpoint=4318"], "tracing.endpoint=4318: must be a string"),
+        *(
+            (
+                [f"tracing.endpoint={endpoint}"],
+                f"tracing.endpoint={endpoint}: must be http://HOST:PORT or https://HOST:PORT",
+            )
+            for endpoint in (
+                "collector:4318",
+                "ftp://c:1",
+                "http://",
+                "http://c:port",
+                "http://c:65536",
+                "http://[::1",
+                "c d",
+            )
+        ),
+        (
+            ["tracing.endpoint=http://me:secret@c:4318"],
+            "tracing.endpoint=c:4318: must hold no user, key, query or fragment",
+        ),
+        (["tracing.endpoint=http://c:4318/?key=1"], "tracing.endpoint=http://c:4318/?key=1: must hold no user, key, query"),
+        (["tracing={endpoint: 'http://c:4318', sample: 1.5}"], "tracing.sample=1.5: must be at most 1"),
         (["decode"], "--set decode: must be key.path=value"),
         (["decode.engine.num_blocks=[1"], "--set decode.engine.num_blocks=[1: the value is not YAML"),
     ],
@@ -322,6 +345,9 @@ def test_an_instance_knows_its_peers_and_a_digest_of_what_concerns_it(cluster: P
     other_env = load(cluster, ["decode.instances.1.env={A: '1'}"])
     assert instance_spec(other_env, "d1").env == {**d1.env, "A": "1"}
     assert instance_spec(other_env, "d1").config_digest == d1.config_digest
+    traced = load(cluster, ["tracing.endpoint=http://[::1]:4318/below", "tracing.sample=0.5"])
+    assert instance_spec(traced, "d1").tracing == instance_spec(traced, "p0").tracing == traced.tracing is not None
+    assert instance_spec(traced, "d1").config_digest == d1.config_digest
     with pytest.raises(ConfigError, match="known: p0, d0, d1"):
         instance_spec(config, "d2")
 
