@@ -39,7 +39,8 @@ decode:
   engine: {block_size: 16, max_num_seqs: 64}
   instances: [{name: d0, http_port: %d}]
 """
-LENGTH, FEWEST, MOST = 32, 32, 96  # ids of a prompt; tokens of an answer, drawn so that answers do not end together
+LENGTH, FEWEST, MOST = 32, 16, 48  # ids of a prompt; tokens of an answer, drawn so that answers do not end together
+WINDOW_S = 600.0
 IDS = b'"token_ids":['
 GOOD = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\ntraceparent: 00-%s-%s-%s\r\n"
@@ -47,11 +48,10 @@ HEAD = "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: applicatio
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """``settle_s``: for the requests that a window of the other kind began, in which nothing is measured."""
+    """How much is measured. ``tokens``: of a window, which begins when every stream is of its kind."""
 
-    pairs: int = 8
-    settle_s: float = 4.0
-    measure_s: float = 8.0
+    pairs: int = 12
+    tokens: int = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,32 +63,51 @@ class Seen:
 
 
 class Crowd:
-    """Streams in closed loops. ``num_tokens``: that have come. ``is_traced``: what its next requests say of themselves."""
+    """Streams in closed loops. ``num_tokens``: that have come."""
 
     def __init__(self, url: str) -> None:
         self.num_tokens = 0
-        self.is_traced = False
+        self._is_traced = False
+        self._of_kind: set[int] = set()  # streams whose request says what it has to
+        self._awaited = 0
+        self._has_come = asyncio.Event()
         self._address = urlsplit(url)
         self._draw = random.Random(0)
         self._number = 0
 
-    async def run(self) -> None:
+    async def become(self, *, is_traced: bool) -> None:
+        """Until every stream has a request that says so of itself."""
+        self._is_traced = is_traced
+        self._of_kind = set()
+        while len(self._of_kind) < STREAMS:
+            await self.come(1)
+
+    async def come(self, num_tokens: int) -> None:
+        """Until so many more have come."""
+        self._awaited = self.num_tokens + num_tokens
+        self._has_come.clear()
+        await self._has_come.wait()
+
+    async def run(self, stream: int) -> None:
         """One client, for ever. Raises BenchFailed for an answer that is not good."""
         reader, writer = await asyncio.open_connection(self._address.hostname, self._address.port)
         while True:
             writer.write(self._next_request())
+            self._of_kind.add(stream)
             status = await reader.readuntil(b"\r\n\r\n")
             if not status.startswith(b"HTTP/1.1 200"):
                 raise BenchFailed(f"{status!r} {await reader.read(1000)!r}")
             while (piece := await _chunk(reader)) != b"":
                 self.num_tokens += piece.count(IDS)
+                if self.num_tokens >= self._awaited:
+                    self._has_come.set()
 
     def _next_request(self) -> bytes:
         self._number += 1
         tokens = self._draw.randint(FEWEST, MOST)
         body: dict[str, Any] = {"prompt": client.prompt(LENGTH, seed=self._number), "max_tokens": tokens, "temperature": 0}
         raw = json.dumps({**body, "ignore_eos": True, "return_token_ids": True, "stream": True}).encode()
-        head = HEAD % (secrets.token_hex(16), secrets.token_hex(8), "01" if self.is_traced else "00")
+        head = HEAD % (secrets.token_hex(16), secrets.token_hex(8), "01" if self._is_traced else "00")
         return f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw
 
 
@@ -129,7 +148,7 @@ async def _collector() -> Any:
     taken = [0]
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(asyncio.IncompleteReadError, ConnectionError):
+        with suppress(asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).lower()
                 length = int(head.partition(b"content-length:")[2].split()[0])
@@ -149,35 +168,36 @@ async def watched(served: Served, windows: Windows) -> tuple[list[Seen], list[Se
     alone: list[Seen] = []
     async with _collector() as taken:
         crowd = Crowd(served.url)
-        clients = [asyncio.ensure_future(crowd.run()) for _ in range(STREAMS)]
-        await MonotonicClock().sleep(windows.settle_s)
+        clients = [asyncio.ensure_future(crowd.run(stream)) for stream in range(STREAMS)]
         for pair in range(windows.pairs):
             for is_watched in (True, False) if pair % 2 else (False, True):
                 before = taken[0]
-                seen = await _window(served, crowd, windows, is_watched=is_watched)
-                (looked if is_watched else alone).append(seen)
+                window = asyncio.ensure_future(_window(served, crowd, windows.tokens, is_watched=is_watched))
+                await asyncio.wait({window, *clients}, return_when=asyncio.FIRST_COMPLETED, timeout=WINDOW_S)
+                for task in clients:
+                    if task.done():
+                        task.result()
+                if not window.done():
+                    raise BenchFailed(f"a window took longer than {WINDOW_S:g} s")
+                (looked if is_watched else alone).append(window.result())
                 if is_watched and taken[0] == before:
                     raise BenchFailed("no span came to the collector")
-                failed = next((task for task in clients if task.done()), None)
-                if failed is not None:
-                    failed.result()
         for task in clients:
             task.cancel()
         await asyncio.gather(*clients, return_exceptions=True)
     return looked, alone
 
 
-async def _window(served: Served, crowd: Crowd, windows: Windows, *, is_watched: bool) -> Seen:
+async def _window(served: Served, crowd: Crowd, num_tokens: int, *, is_watched: bool) -> Seen:
     clock = MonotonicClock()
     async with AsyncExitStack() as stack:
-        crowd.is_traced = is_watched
         if is_watched:
             await stack.enter_async_context(_page(served.url))
-        await clock.sleep(windows.settle_s)
+        await crowd.become(is_traced=is_watched)
         tokens, cpu_s, began = crowd.num_tokens, cpu_seconds(served.pids.values()), clock.now()
-        await clock.sleep(windows.measure_s)
+        await crowd.come(num_tokens)
         num, took = crowd.num_tokens - tokens, clock.now() - began
-        return Seen(rate=num / took, cpu_s=(cpu_seconds(served.pids.values()) - cpu_s) / max(num, 1))
+        return Seen(rate=num / took, cpu_s=(cpu_seconds(served.pids.values()) - cpu_s) / num)
 
 
 def watching_rows(folder: Path, windows: Windows) -> Iterator[Row]:
@@ -188,6 +208,8 @@ def watching_rows(folder: Path, windows: Windows) -> Iterator[Row]:
     with cluster(config, root=folder) as served:
         looked, alone = asyncio.run(watched(served, windows))
     what, them = f"{STREAMS} streams, status page open, all traced", "neither"
+    for seen in zip(looked, alone, strict=True):
+        sys.stderr.write(f"{' | '.join(f'{s.rate:.0f} tokens/s, {1000 * s.cpu_s:.3f} ms' for s in seen)}\n")
     rates = [[seen.rate for seen in kind] for kind in (looked, alone)]
     yield compared(f"output tokens/s, {what}", *rates, unit="", goal="≥ 0.98", them=them)
     costs = [[seen.cpu_s for seen in kind] for kind in (looked, alone)]
@@ -198,9 +220,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print this part alone."""
     parser = argparse.ArgumentParser(prog="python -m longcat_pd.bench.watching", description=__doc__)
     parser.add_argument("--pairs", type=int, default=Windows.pairs, help="windows of each kind")
+    parser.add_argument("--tokens", type=int, default=Windows.tokens, help="of each window")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="longcat-watching-") as scratch:
-        rows = list(watching_rows(Path(scratch), Windows(pairs=options.pairs)))
+        rows = list(watching_rows(Path(scratch), Windows(pairs=options.pairs, tokens=options.tokens)))
     sys.stdout.write(report.table(report.machine(), rows) + "\n")
     return 0
 
