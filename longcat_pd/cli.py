@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             "longcat_pd.replay.command", "main", "ask for a recorded answer again, perhaps on another layout"
         ),
         "serve": Command("longcat_pd.standalone.serve", "main", "serve one engine over HTTP, without a balancer"),
+        "top": Command("longcat_pd.top.command", "main", "what the balancer's status page shows, in a terminal"),
     }
 )
 

@@ -52,6 +52,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "pydantic": ("server/", "load_balancer/"),
     "uvicorn": ("server/", "load_balancer/"),
     "httpx": ("load_balancer/", *TOOLS),
+    "rich": ("top/",),
     "httptools": ("load_balancer/transport.py",),
     "multiprocessing": ("server/launch.py",),
     "yaml": ("config/resolve.py", "render/"),
@@ -78,6 +79,7 @@ TORCH_FREE = (
     "cluster/",
     "plan/",
     "render/",
+    "top/",
 )
 
 # Pattern -> the files that may hold it.
@@ -217,6 +219,7 @@ MODULES_WITHOUT_TORCH = [
     "longcat_pd.cli",
     "longcat_pd.plan.command",
     "longcat_pd.render.main",
+    "longcat_pd.top.command",
 ]
 
 
