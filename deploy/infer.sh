@@ -10,15 +10,17 @@ source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 tiny() { # VARIANT: a small random checkpoint, unless it is there
   local path="$root/.run/models/tiny-$1"
   if [[ ! -f "$path/config.json" ]]; then
-    echo "making a small random checkpoint in $path (once)" >&2
-    "$venv/bin/python" -m longcat_pd.tiny --variant "$1" --out "$path" >/dev/null
+    mkdir -p "$root/.run"
+    step "$root/.run/making.log" "making a small random checkpoint in $path (once)" \
+      "$venv/bin/python" -m longcat_pd.tiny --variant "$1" --out "$path"
   fi
 }
 
 in_int8() { # VARIANT: the same with int8 MLPs and experts
   tiny "$1"
   if [[ ! -f "$root/.run/models/tiny-$1-w8a8/config.json" ]]; then
-    "$venv/bin/python" -m longcat_pd.quantize "$root/.run/models/tiny-$1" "$root/.run/models/tiny-$1-w8a8" >/dev/null
+    step "$root/.run/making.log" "making its int8 twin (once)" \
+      "$venv/bin/python" -m longcat_pd.quantize "$root/.run/models/tiny-$1" "$root/.run/models/tiny-$1-w8a8"
   fi
 }
 

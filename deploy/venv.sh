@@ -20,19 +20,52 @@ find_python() {
   exit 2
 }
 
-install() {
-  local python log="$venv/install.log"
-  if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then  # none yet, or its making was interrupted
-    python="$(find_python)"
-    echo "making $venv with $("$python" --version)"
-    "$python" -m venv "$venv"
+# step LOG NAME COMMAND…: what the command says goes to LOG. Standard error has one line that moves while it runs if that is a
+# terminal, else one when it begins, and one when it has ended; and the end of LOG if it fails, which ends the script.
+step() {
+  local log="$1" name="$2" began=$SECONDS status=0
+  shift 2
+  if [[ -t 2 ]]; then
+    "$@" 2>&1 </dev/null | follow "$log" "$name" || status=1
+    printf '\r\033[K' >&2
+  else
+    echo "$name ..." >&2
+    "$@" >"$log" 2>&1 </dev/null || status=1
   fi
-  echo "installing longcat-pd with its $extra libraries into .venv (some minutes the first time) ..."
-  if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e "${root}[$extra]" >"$log" 2>&1; then
+  if (( status )); then
     tail -n 20 "$log" >&2
-    echo "error: the installation failed; all of its output is in $log" >&2
+    echo "error: $name failed after $((SECONDS - began)) s; all of its output is in $log" >&2
     exit 1
   fi
+  echo "$name: done in $((SECONDS - began)) s" >&2
+}
+
+follow() { # LOG NAME: keeps standard input in LOG, and shows its latest line and the seconds
+  local began=$SECONDS part='' line='' latest='' status=0 shown
+  : >"$1"
+  while (( status == 0 || status > 128 )); do # above 128: nothing came for a second
+    status=0
+    IFS= read -r -t 1 part || status=$?
+    line+="$part"
+    if (( status == 0 )); then
+      printf '%s\n' "$line" >>"$1"
+      latest="$line" line=''
+    fi
+    shown="$2: $((SECONDS - began)) s  ${latest//[^[:print:]]/ }"
+    printf '\r\033[K%s' "${shown:0:$(( ${COLUMNS:-80} - 1 ))}" >&2
+  done
+  printf '%s' "$line" >>"$1"
+}
+
+install() {
+  local python
+  if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # none yet, or its making was interrupted
+    python="$(find_python)"
+    mkdir -p "$venv"
+    step "$venv/making.log" "making .venv with $("$python" --version)" "$python" -m venv "$venv"
+  fi
+  step "$venv/install.log" "installing longcat-pd with its $extra libraries into .venv (some minutes the first time)" \
+    "$venv/bin/python" -m pip install --progress-bar off --disable-pip-version-check -e "${root}[$extra]"
   echo "$wanted" >"$stamp"
 }
 

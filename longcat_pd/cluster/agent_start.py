@@ -8,17 +8,18 @@ from __future__ import annotations
 import http.client
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from longcat_pd.cluster import agent_checks
 from longcat_pd.cluster.agent_stop import end_all
-from longcat_pd.cluster.jobs import Answer, Ended, Event, Found, Gone, Job, Orders, Started, named
+from longcat_pd.cluster.jobs import Answer, Ended, Event, Found, Gone, Job, Orders, Progress, Started, named
 from longcat_pd.cluster.processes import Children, Process, kill_sessions, wait_for_news
-from longcat_pd.cluster.ready import LogWatch, ask, reasons
+from longcat_pd.cluster.ready import LogWatch, ask, reasons, start_of
 from longcat_pd.cluster.record import RunFolder, State, last_lines
 from longcat_pd.config.services import BALANCER, Service
 from longcat_pd.errors import ConfigError
+from longcat_pd.progress.steps import Stage
 
 DECISION_S = 900.0  # until all machines of a cluster have told what stands against a start
 LOOK_S = 0.5  # between two looks at /ready and the logs; the end of a process is noticed at once
@@ -91,6 +92,7 @@ def _is_kept(state: State, children: Children, *, orders: Orders, say: Say) -> b
     logs = {process.name: LogWatch(process.log) for process in running}
     balancer = next((process for process in running if process.name == BALANCER), None)
     said = Answer(is_ready=False, reasons=())
+    starts = _Starts(state.processes, say)
     try:
         while True:
             if balancer in running and balancer is not None:
@@ -99,15 +101,49 @@ def _is_kept(state: State, children: Children, *, orders: Orders, say: Say) -> b
                     said = answer
                     say(Event(answer=answer))
             for name in [name for name, log in logs.items() if log.look()]:
+                starts.end(name)
                 say(Event(ready=name))
+            starts.look()
             wait_for_news(running, fd=orders.fd, timeout_s=LOOK_S)
             for process in [process for process in running if not process.is_alive]:
                 running.remove(process)
+                starts.forget(process.name)
                 say(Event(ended=_ended(process, children)))
             if (order := orders.next(0.0)) is not None:
                 return order.verb == "keep"
     except Gone:
         return False
+
+
+class _Starts:
+    """Drivers that do not serve yet, and what each has said last of how far it is."""
+
+    def __init__(self, processes: Iterable[Process], say: Say) -> None:
+        self._urls = {process.name: process.ready_url for process in processes if process.ready_url}
+        self._urls.pop(BALANCER, None)  # it has no ranks
+        self._said: dict[str, tuple[Stage, ...]] = {}
+        self._say = say
+
+    def look(self) -> None:
+        """Ask them, and say what has changed."""
+        for name in self._urls:
+            self._look_at(name)
+
+    def end(self, name: str) -> None:
+        """It serves: say for the last time how it went."""
+        if name in self._urls:
+            self._look_at(name)
+        self.forget(name)
+
+    def forget(self, name: str) -> None:
+        """It is asked no more."""
+        self._urls.pop(name, None)
+
+    def _look_at(self, name: str) -> None:
+        stages = start_of(ask(self._urls[name])[1])
+        if stages and stages != self._said.get(name):
+            self._said[name] = stages
+            self._say(Event(progress=Progress(service=name, stages=stages)))
 
 
 def _answer(balancer: Process) -> Answer:

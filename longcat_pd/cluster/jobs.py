@@ -17,6 +17,7 @@ from longcat_pd import wire
 from longcat_pd.config.checks import PortUse
 from longcat_pd.config.services import Service
 from longcat_pd.log import Level
+from longcat_pd.progress.steps import Stage
 
 STILL_S = 5.0  # between two signs of life of whoever gave the job
 SILENCE_S = 30.0  # after so long without one it is gone
@@ -116,6 +117,14 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far the start of a service is, when that has changed."""
+
+    service: str
+    stages: tuple[Stage, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stopped:
     """Last answer of what ended services: how many processes had to be killed, which services, which ports are taken."""
 
@@ -181,6 +190,7 @@ class Event:
     found: Found | None = None
     started: Started | None = None
     ready: str | None = None
+    progress: Progress | None = None
     ended: Ended | None = None
     answer: Answer | None = None
     settled: Group | None = None

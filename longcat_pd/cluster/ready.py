@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from longcat_pd.progress.steps import Stage
+
 READY_LINE = "The server is fired up and ready to roll!"
 ASK_S = 2.0
 
@@ -30,6 +32,13 @@ def reasons(answer: Any) -> Iterator[str]:
     """The codes and details of an answer of ``/ready``."""
     for reason in answer.get("reasons", []) if isinstance(answer, dict) else []:
         yield " ".join(str(reason[key]) for key in ("code", "detail") if reason.get(key))
+
+
+def start_of(answer: Any) -> tuple[Stage, ...]:
+    """How far the start of a driver is, or how it went, in an answer of its ``/ready``."""
+    told = answer.get("start", []) if isinstance(answer, dict) else []
+    found = (Stage.of(entry) for entry in told if isinstance(entry, dict))
+    return tuple(stage for stage in found if stage is not None)
 
 
 def condition(status: int, answer: Any) -> str:

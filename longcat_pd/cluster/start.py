@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import sys
 import time
+from functools import partial
 
 from longcat_pd.cluster import stop
 from longcat_pd.cluster.jobs import Answer, Ended, Order
@@ -18,6 +20,7 @@ from longcat_pd.cluster.telling import EXIT_FAILED, EXIT_OK, complain, grouped, 
 from longcat_pd.config.node_checks import is_loopback
 from longcat_pd.config.services import balancer_url, services, start_limit_s
 from longcat_pd.errors import ConfigError
+from longcat_pd.progress.bars import Bars
 
 CHECK_S = 120.0  # for a machine to say what stands against a start, once it is connected
 KEEP_S = 30.0  # for an agent to end once all is ready
@@ -52,7 +55,8 @@ def main(options: argparse.Namespace) -> int:
         cluster.memory.write(cluster.text)
         sessions.send(Order(verb="go"))
         try:
-            _wait_until_ready(cluster, sessions, timeout_s=timeout_s)
+            with Bars(sys.stderr) as bars:
+                _wait_until_ready(cluster, sessions, bars, timeout_s=timeout_s)
             _keep(cluster, sessions)
         except StartFailed as failure:
             _report(failure)
@@ -117,7 +121,7 @@ def _answer_s(cluster: Cluster) -> float:
     return cluster.config.hosts.connect_timeout_s + CHECK_S
 
 
-def _wait_until_ready(cluster: Cluster, sessions: Sessions, *, timeout_s: float) -> None:
+def _wait_until_ready(cluster: Cluster, sessions: Sessions, bars: Bars, *, timeout_s: float) -> None:
     """Raises StartFailed when a service ends first, a machine is lost, or time is over."""
     began, shown = time.monotonic(), ""
     waiting = {service.name for service in services(cluster.config) if service.kind == "driver"}
@@ -131,14 +135,18 @@ def _wait_until_ready(cluster: Cluster, sessions: Sessions, *, timeout_s: float)
                 f"{event.ended.service}{on_machine} ended with status {event.ended.status}", ended=event.ended
             )
         if event.started is not None:
-            say(f"started {event.started.service}{on_machine}, pid {event.started.pid}, log {event.started.log}")
+            told = f"started {event.started.service}{on_machine}, pid {event.started.pid}, log {event.started.log}"
+            bars.say(partial(say, told))
+            continue
+        if event.progress is not None:
+            bars.show(event.progress.service, event.progress.stages)
             continue
         answer = event.answer or answer
         waiting.discard(event.ready or "")
         if answer.is_ready and not waiting:
             return
         if shown != (shown := _reasons(answer, waiting)):
-            say(f"{time.monotonic() - began:5.1f} s: {shown}")
+            bars.say(partial(say, f"{time.monotonic() - began:5.1f} s: {shown}"))
     raise StartFailed(f"not ready after {timeout_s:g} s: {_reasons(answer, waiting)} (--timeout-s waits longer)")
 
 

@@ -98,6 +98,7 @@ class Health:
     ranks_ok: int
     reasons: tuple[dict[str, Any], ...]
     is_lost: bool
+    states: tuple[RankState, ...] = ()
 
 
 def health(loop: StepLoop) -> Health:
@@ -124,6 +125,7 @@ def health(loop: StepLoop) -> Health:
         ranks_ok=sum(s.state == "ok" for s in states),
         reasons=tuple(reasons),
         is_lost=failure is not None and failure.code != "draining",
+        states=states,
     )
 
 

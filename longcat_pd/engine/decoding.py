@@ -48,7 +48,8 @@ class Decoder:
         )
         drafts = make_drafts(loaded.model, self._state) if shape.num_drafts else None
         step = DecodeStep(loaded.model, self._state, ops=loaded.ops, drafts=drafts)
-        self.forms = StepForms(step, spec, {"model": loaded.model_digest, "dtype": str(loaded.dtype)}, mesh.traffic)
+        facts = {"model": loaded.model_digest, "dtype": str(loaded.dtype)}
+        self.forms = StepForms(step, spec, facts, mesh.traffic, tell=loaded.tell)
 
     def seat(self, state: SlotState, final: torch.Tensor | None) -> None:
         """A sequence decodes from now on (see ``DecodeState.seat``)."""

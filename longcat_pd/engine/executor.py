@@ -19,6 +19,7 @@ from longcat_pd.engine.plan import (
     Heartbeat,
     PlanMessage,
     RankMessage,
+    RankProgress,
     RankReady,
     StepOutput,
     StepPlan,
@@ -38,7 +39,7 @@ FAULT_GRACE_S = 1.0  # ranks that are left after a fault, or have not come up, a
 LAST_WORDS_S = 0.2  # between the end of a rank process and the judgement: its fault may still be on the wire
 
 _PLANS = plan_codec()
-_MESSAGES = Codec[RankMessage](RankReady, Heartbeat, StepOutput, TransferClosed)
+_MESSAGES = Codec[RankMessage](RankReady, RankProgress, Heartbeat, StepOutput, TransferClosed)
 
 Ready = tuple[RankReady, ...]
 OnClosed = Callable[[TransferClosed], None]
@@ -121,9 +122,18 @@ class ProcessExecutor:
     Args:
         specs: of all ranks; the first names the endpoints.
         processes: start and stop them.
+        on_progress: called when what ``rank_states`` says of the start has changed.
     """
 
-    def __init__(self, specs: list[RankSpec], processes: RankProcesses, *, config: EngineConfig, clock: Clock) -> None:
+    def __init__(
+        self,
+        specs: list[RankSpec],
+        processes: RankProcesses,
+        *,
+        config: EngineConfig,
+        clock: Clock,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
         self._specs = specs
         self._processes = processes
         self._config = config
@@ -134,6 +144,7 @@ class ProcessExecutor:
         self._failure: LongcatError | None = None
         self._all_called = asyncio.Event()
         self._came_up = asyncio.Event()
+        self._on_progress = on_progress
         self._on_closed: OnClosed = _ignore
         self._on_failure: OnFailure = _ignore
         self._sockets: list[AsyncSocket] = []
@@ -151,6 +162,7 @@ class ProcessExecutor:
             self._close_sockets()
             raise ConfigError(f"cannot listen: {error}") from error
         self._on_closed, self._on_failure = on_closed, on_failure
+        self._count_processes()
         await self._processes.start(self._exited, self._fail)
         self._background.keep(self._hear_arrivals(self._sockets[0]))
         self._background.keep(self._hear_messages(self._sockets[1]))
@@ -238,6 +250,7 @@ class ProcessExecutor:
             rank = self._roster.known((await plans.recv())[0])
             if rank is not None:
                 rank.is_routable = True
+                self._count_processes()
                 self._see_who_is_up()
 
     async def _hear_messages(self, messages: AsyncSocket) -> None:
@@ -259,6 +272,9 @@ class ProcessExecutor:
         rank.heard_at = self._clock.now()
         if isinstance(message, TransferClosed):
             self._on_closed(message)
+        elif isinstance(message, RankProgress):
+            rank.progressed(message.step, done=message.done, total=message.total, now=rank.heard_at)
+            self._on_progress()
         elif isinstance(message, StepOutput):
             rank.accounts = message.accounts or rank.accounts
             self._answered(message)
@@ -284,6 +300,13 @@ class ProcessExecutor:
         logger().error("rank_fault", rank=rank, step_id=step_id, fault=said)
         self._roster.ranks[rank].fault = fault
         self._background.keep(self._judge_end())
+
+    def _count_processes(self) -> None:
+        """The first step of a start is the driver's to see: how many have called."""
+        for rank in self._roster.ranks:
+            if "processes" not in rank.parts or rank.is_routable > rank.parts["processes"].done:
+                rank.progressed("processes", done=int(rank.is_routable), total=1, now=self._clock.now())
+        self._on_progress()
 
     def _see_who_is_up(self) -> None:
         if not self._roster.not_called():

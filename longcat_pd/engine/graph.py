@@ -22,6 +22,7 @@ from longcat_pd.engine.decode_step import DecodeStep, Found
 from longcat_pd.engine.step_parts import GraphLimits, StepPart, parts_of, run_parts, shapes_in, shapes_of
 from longcat_pd.log import logger
 from longcat_pd.parallel.traffic import Traffic
+from longcat_pd.progress.steps import Tell, untold
 
 Form = Callable[..., tuple[Tensor, ...]]
 Compile = Callable[[StepPart, int, CacheEntry], tuple[Form, bool]]
@@ -48,11 +49,15 @@ class StepForms:
     Args:
         facts: what the step depends on beside its configuration and its tensors.
         traffic: of this rank, which graphs that cannot count are counted in.
+        tell: of the graphs, as they are made.
     """
 
-    def __init__(self, step: DecodeStep, spec: RankSpec, facts: Mapping[str, str], traffic: Traffic) -> None:
+    def __init__(
+        self, step: DecodeStep, spec: RankSpec, facts: Mapping[str, str], traffic: Traffic, *, tell: Tell = untold
+    ) -> None:
         self._step = step
         self._traffic = traffic
+        self._tell = tell
         self._padding = step.state.padding
         self._padding_length = step.state.padding_length
         self._sizes: list[int] = []  # that are compiled, the smallest first
@@ -105,7 +110,9 @@ class StepForms:
         self._sizes = sorted(engine.buckets)
         parts = parts_of(self._step, compiler.limits)
         self._forms = {size: {} for size in self._sizes}
-        for size, part in itertools.product(reversed(self._sizes), parts):
+        wanted = list(itertools.product(reversed(self._sizes), parts))
+        self._tell("compile", 0, len(wanted))
+        for done, (size, part) in enumerate(wanted, 1):
             began = time.monotonic()
             say("step_compiling", num_seqs=size, sizes=list(engine.buckets), part=part.name)
             shape = {**facts, "num_seqs": str(size), "part": part.name}
@@ -115,6 +122,7 @@ class StepForms:
             self.num_compilations += is_new
             seconds = round(time.monotonic() - began, 3)
             say("step_compiled", num_seqs=size, seconds=seconds, source="compiler" if is_new else "cache")
+            self._tell("compile", done, len(wanted))
 
     def _counted(self, form: Form, part: StepPart, num_seqs: int) -> Form:
         """The form, whose every run counts as much as the part does as it stands; which is seen without computing it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from longcat_pd import wire
@@ -12,9 +13,10 @@ from longcat_pd.clock import HEARTBEAT_S
 from longcat_pd.config.keys import admission
 from longcat_pd.config.schema import RankSpec
 from longcat_pd.engine.faulty_rank import FaultySocket
-from longcat_pd.engine.plan import Heartbeat, RankAccounts, RankMessage, RankReady, StepOutput
+from longcat_pd.engine.plan import Heartbeat, RankAccounts, RankMessage, RankProgress, RankReady, StepOutput
 from longcat_pd.faults import Switches
 from longcat_pd.kv_transfer.messages import TransferClosed
+from longcat_pd.progress.steps import Paced, Step, Tell
 
 _STATUS_UNHEARD = 1
 
@@ -35,6 +37,7 @@ class Outbox:
         self._messages: queue.SimpleQueue[RankMessage | None] = queue.SimpleQueue()
         self._accounts: Callable[[], RankAccounts] = lambda: RankAccounts(rank=spec.rank)
         self._step_id = 0
+        self.tell: Tell = Paced(self._progress, time.monotonic)  # of the start; sends soon
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
         self._thread.start()
 
@@ -56,8 +59,11 @@ class Outbox:
         if threading.current_thread() is not self._thread:  # which can be told to end by a defect of its own
             self._thread.join()
 
+    def _progress(self, step: Step, done: int, total: int) -> None:
+        self.put(RankProgress(rank=self._spec.rank, step=step, done=done, total=total))
+
     def _run(self) -> None:
-        codec: wire.Codec[RankMessage] = wire.Codec(RankReady, Heartbeat, StepOutput, TransferClosed)
+        codec: wire.Codec[RankMessage] = wire.Codec(RankReady, RankProgress, Heartbeat, StepOutput, TransferClosed)
         plain = wire.BlockingSocket("push", self._spec.output_endpoint, bind=False, admission=self._admission)
         socket = plain if self._switches is None else FaultySocket(plain, self._switches)
         while (message := self._next()) is not None:

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from longcat_pd.faults import FaultOrder
 from longcat_pd.kv_transfer.messages import Arrival, DraftState, Push, TransferClosed
+from longcat_pd.progress.steps import Step
 from longcat_pd.wire import Codec
 
 Phase = Literal["prefill", "decode"]
@@ -215,4 +216,14 @@ class RankReady:
     warm_s: float = 0.0
 
 
-RankMessage = RankReady | Heartbeat | StepOutput | TransferClosed
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankProgress:
+    """How far a rank is before it is ready (``progress.steps.Tell``)."""
+
+    rank: int
+    step: Step
+    done: int
+    total: int
+
+
+RankMessage = RankReady | RankProgress | Heartbeat | StepOutput | TransferClosed

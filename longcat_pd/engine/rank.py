@@ -100,7 +100,7 @@ class _Steps:
         self._orders.call()
         take_place(self._spec)
         mesh = self._orders.exposed_mesh(Mesh.join(self._spec))
-        loaded = load_rank_model(self._spec, mesh)
+        loaded = load_rank_model(self._spec, mesh, tell=self._outbox.tell)
         lanes = make_lanes(self._spec, loaded.cache, self._outbox.put)
         push, arrival = self._orders.exposed_lanes(lanes, loaded.cache)
         runner = ModelRunner(self._spec, mesh, loaded=loaded, push=push, arrival=arrival)

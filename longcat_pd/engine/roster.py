@@ -7,7 +7,7 @@ for the log and ``listen_for_ranks``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from longcat_pd.clock import RANK_SILENT_S
@@ -17,6 +17,7 @@ from longcat_pd.engine.open_steps import Overdue
 from longcat_pd.engine.plan import RankAccounts, RankReady
 from longcat_pd.errors import ConfigError, EngineFault, LongcatError, RankLost
 from longcat_pd.log import logger
+from longcat_pd.progress.steps import Part, Step, heard
 from longcat_pd.wire import AsyncSocket
 
 STATUS_CONFIG = 2  # of a rank process that refuses its configuration or checkpoint
@@ -34,7 +35,7 @@ class RankState:
     """What is known of a rank without asking it.
 
     ``waits_for``: the machine that has to come before it can be started. ``missed``: what is said of a rank for which an
-    overdue step waits.
+    overdue step waits. ``parts``: of the steps of its start.
     """
 
     rank: int
@@ -44,6 +45,7 @@ class RankState:
     accounts: RankAccounts
     waits_for: str = ""
     missed: str = ""
+    parts: tuple[Part, ...] = ()
 
 
 @dataclass
@@ -64,6 +66,11 @@ class RankEntry:
     is_silent: bool = False
     is_lost: bool = False
     node: int = 0
+    parts: dict[Step, Part] = field(default_factory=dict)
+
+    def progressed(self, step: Step, *, done: int, total: int, now: float) -> None:
+        """A step of its start has gone on."""
+        self.parts = heard(self.parts, step, done=done, total=total, now=now)
 
 
 class Roster:
@@ -110,6 +117,7 @@ class Roster:
                 rank.accounts,
                 absent.get(rank.number, ""),
                 overdue.said_of(rank.number) if overdue else "",
+                tuple(rank.parts.values()),
             )
             for rank in self.ranks
         )

@@ -13,19 +13,23 @@ from collections.abc import Iterable
 import torch
 
 from longcat_pd.models.weight_spec import WeightSpec
+from longcat_pd.progress.steps import Tell, untold
 
 _CHUNK = 1 << 20  # numbers made at once: their keys are eight bytes each
 _INCREMENT, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # of splitmix64
 
 
-def fill_random(specs: Iterable[WeightSpec]) -> int:
+def fill_random(specs: Iterable[WeightSpec], tell: Tell = untold) -> int:
     """Hand every spec its region, in float32; return the bytes. Floats only: scales and int8 have no random form."""
-    num_bytes = 0
-    for spec in specs:
+    wanted, num_bytes = list(specs), 0
+    total = sum(spec.num_wanted for spec in wanted) * torch.float32.itemsize
+    tell("weights", 0, total)
+    for spec in wanted:
         assert spec.kind == "float", f"{spec.name} is {spec.kind}"
         region = _region(spec)
         num_bytes += region.numel() * region.element_size()
         spec.store(region)
+        tell("weights", num_bytes, total)
     return num_bytes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -29,3 +30,9 @@ class WeightSpec:
     store: Callable[[torch.Tensor], None]
     region: tuple[slice, ...] = ()
     kind: Kind = "float"
+
+    @property
+    def num_wanted(self) -> int:
+        """Elements of the region."""
+        sizes = [len(range(*part.indices(size))) for part, size in zip(self.region, self.shape, strict=False)]
+        return math.prod([*sizes, *self.shape[len(sizes) :]])

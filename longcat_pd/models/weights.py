@@ -7,6 +7,7 @@ WeightSpecs; which names a model has is ``tensor_names.py``.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +23,17 @@ from safetensors.torch import save_file
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import ModelSection
 from longcat_pd.errors import ConfigError
-from longcat_pd.models.checkpoint import CONFIG_FILE, INDEX_FILE, INT8, MAX_NAMED, Checkpoint, open_checkpoint
+from longcat_pd.models.checkpoint import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    INT8,
+    MAX_NAMED,
+    Checkpoint,
+    checkpoint_digest,
+    int8_modules,
+    open_checkpoint,
+    stored_tensors,
+)
 from longcat_pd.models.random_weights import fill_random
 from longcat_pd.models.tensor_names import (
     OFFSET,
@@ -35,6 +46,7 @@ from longcat_pd.models.tensor_names import (
     weight_of,
 )
 from longcat_pd.models.weight_spec import Kind, WeightSpec
+from longcat_pd.progress.steps import Tell, untold
 
 FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 TYPES: Mapping[Kind, frozenset[str]] = MappingProxyType(
@@ -43,15 +55,25 @@ TYPES: Mapping[Kind, frozenset[str]] = MappingProxyType(
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
-def fill_weights(specs: Iterable[WeightSpec], section: ModelSection, *, config: ModelConfig) -> int:
+def fill_weights(specs: Iterable[WeightSpec], section: ModelSection, *, config: ModelConfig, tell: Tell = untold) -> int:
     """Hand every spec its region, from the checkpoint or from nowhere, as the section says; return the bytes."""
     if section.weights == "random":
-        return fill_random(specs)
-    return load_weights(specs, Path(section.path), config=config)
+        return fill_random(specs, tell)
+    return load_weights(specs, Path(section.path), config=config, tell=tell)
 
 
-def load_weights(specs: Iterable[WeightSpec], path: Path, *, config: ModelConfig) -> int:
-    """Read every spec's region and hand it to its ``store``; return the bytes read.
+def int8_names(section: ModelSection) -> frozenset[str]:
+    """What the section's checkpoint stores in int8 (``int8_modules``); of random weights nothing. Raises ConfigError."""
+    return int8_modules(open_checkpoint(Path(section.path))) if section.weights == "checkpoint" else frozenset()
+
+
+def digest_of(section: ModelSection) -> str:
+    """See ``checkpoint_digest``."""
+    return checkpoint_digest(Path(section.path), has_weights=section.weights == "checkpoint")
+
+
+def load_weights(specs: Iterable[WeightSpec], path: Path, *, config: ModelConfig, tell: Tell = untold) -> int:
+    """Read every spec's region and hand it to its ``store``; return the bytes read. ``tell``: of those, as they come.
 
     Each shard is opened once and only the wanted regions are touched. Nothing is stored any more after the first
     problem, but the search goes on: missing, extra and wrongly shaped tensors and damaged shards end together in one
@@ -75,9 +97,11 @@ def load_weights(specs: Iterable[WeightSpec], path: Path, *, config: ModelConfig
     problems.add("missing", sorted(needed - checkpoint.shard_of.keys() - aliases.keys()))
     _check_scales(checkpoint, useless, config, problems=problems)
     problems.add("extra", sorted(name for name in useless if not is_ignorable(name) and weight_of(name) is None))
-    num_bytes = sum(_read_shard(checkpoint, shard, by_shard[shard], problems) for shard in sorted(by_shard))
+    ledger = _Ledger(sum(_bytes_of(checkpoint, shard, of_shard) for shard, of_shard in by_shard.items()), tell)
+    for shard in sorted(by_shard):
+        _read_shard(checkpoint, shard, by_shard[shard], problems=problems, ledger=ledger)
     problems.raise_if_any(path)
-    return num_bytes
+    return ledger.num_bytes
 
 
 def write_checkpoint(
@@ -139,6 +163,31 @@ class _Problems:
         raise ConfigError(f"checkpoint {path} does not fit: {'; '.join(parts)}", param="model.path")
 
 
+class _Ledger:
+    """Bytes that were read, of all that will be."""
+
+    def __init__(self, total: int, tell: Tell) -> None:
+        self.num_bytes = 0
+        self._total = total
+        self._tell = tell
+        tell("weights", 0, total)
+
+    def add(self, num_bytes: int) -> None:
+        """So many more."""
+        self.num_bytes += num_bytes
+        self._tell("weights", self.num_bytes, self._total)
+
+
+def _bytes_of(checkpoint: Checkpoint, shard: str, specs: Iterable[WeightSpec]) -> int:
+    """What the specs ask of a shard, by its header; nothing of one that is damaged, as reading it will tell."""
+    try:
+        stored = stored_tensors(checkpoint.path / shard)
+    except ConfigError:
+        return 0
+    wanted = [(spec, stored[spec.name]) for spec in specs if spec.name in stored]
+    return sum((t.end - t.begin) * spec.num_wanted // max(math.prod(spec.shape), 1) for spec, t in wanted)
+
+
 def _aliases(checkpoint: Checkpoint, expected: Mapping[str, object]) -> dict[str, str]:
     """Name in the model -> name in the file, for tensors that the file has under their other spelling only."""
     aliases = {}
@@ -149,9 +198,10 @@ def _aliases(checkpoint: Checkpoint, expected: Mapping[str, object]) -> dict[str
     return aliases
 
 
-def _read_shard(checkpoint: Checkpoint, shard: str, specs: list[WeightSpec], problems: _Problems) -> int:
-    """Check and store the tensors of one shard; returns the bytes handed over."""
-    num_bytes = 0
+def _read_shard(
+    checkpoint: Checkpoint, shard: str, specs: list[WeightSpec], *, problems: _Problems, ledger: _Ledger
+) -> None:
+    """Check and store the tensors of one shard, and count their bytes."""
     try:
         with safe_open(checkpoint.path / shard, framework="pt", device="cpu") as file:
             present = set(file.keys())
@@ -167,15 +217,14 @@ def _read_shard(checkpoint: Checkpoint, shard: str, specs: list[WeightSpec], pro
                     problems.add("of a data type that cannot be read", [f"{spec.name} is {dtype}{_remark(spec, dtype)}"])
                 elif not problems:
                     tensor = part[spec.region] if spec.region else file.get_tensor(spec.name)
-                    num_bytes += tensor.numel() * tensor.element_size()
                     complaint = _complaint(spec.kind, tensor)
                     if complaint:
                         problems.add("corrupted", [f"{spec.name} {complaint}"])
                     else:
                         spec.store(tensor.view(-1) if spec.kind == "scale" else tensor)
+                    ledger.add(tensor.numel() * tensor.element_size())
     except (SafetensorError, OSError) as error:
         problems.add("missing or damaged shard", [f"{shard} ({error})"])
-    return num_bytes
 
 
 def _shapes(spec: WeightSpec) -> tuple[tuple[int, ...], ...]:

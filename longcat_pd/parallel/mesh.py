@@ -17,6 +17,7 @@ from longcat_pd.parallel.line import Line
 from longcat_pd.parallel.listening import store_server
 from longcat_pd.parallel.platform import Platform, platform_of
 from longcat_pd.parallel.traffic import Traffic
+from longcat_pd.progress.steps import Tell, untold
 
 _JUDGED_FIRST_S = 10.0  # also by a driver that is slow, or counts from a little later than the ranks
 
@@ -72,19 +73,23 @@ class Mesh:
         """The group of an axis; of size 1 where the layout does not split along it, or its ranks never talk along it."""
         return self._axes.get(name) or AxisGroup(name, 1, 0, None)
 
-    def warm_up(self) -> None:
+    def warm_up(self, tell: Tell = untold) -> None:
         """Builds every communicator, and every pair of neighbours that send to each other. All ranks call it.
 
         Before memory is measured or given to a cache: the buffers of communicators and the first use of a pair take some.
         """
-        for axis in self.layout.axes:  # in the same order everywhere
-            self.axis(axis.name).warm_up()
+        names = [axis.name for axis in self.layout.axes if axis.size > 1]  # in the same order everywhere
+        for done, name in enumerate(names):
+            tell("warm-up", done, len(names))
+            self.axis(name).warm_up()
         self.axis("pp").warm_up_chain()
         for name, owner in APART.items():
             if name in self._groups:
                 place = self.layout.coordinate(self.rank, name)
                 self.axis(owner).communicator = self.platform.runtime.communicator(self._groups[name], place)
         self.platform.runtime.synchronise()
+        if names:
+            tell("warm-up", len(names), len(names))
 
     def through(self, wrap: Callable[[Collectives, int], Collectives]) -> None:
         """See ``AxisGroup.through``; on every axis."""

@@ -36,6 +36,7 @@ class About:
         if self._gate.is_draining:
             detail = f"{self._gate.num_open} requests are open"
             reasons.append({"code": "draining", "detail": detail, "rank": None})
+        start = [stage.as_json() for stage in state.start(self._service.now())]
         return {
             "ready": not reasons,
             "busy": state.busy,
@@ -46,6 +47,7 @@ class About:
             "ranks": {"total": state.ranks_total, "ok": state.ranks_ok},
             "peers": state.peers,
             "reasons": reasons,
+            **({"start": start} if start else {}),
         }
 
     def refresh(self, metrics: Metrics) -> None:

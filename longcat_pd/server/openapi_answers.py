@@ -137,8 +137,9 @@ GENERATED: Schema = {
 TOLD: Schema = {
     "Alive": record(status={"enum": ["ok", "lost"]}),
     "Reason": record(code=_TEXT, detail=_TEXT, rank={"type": ["integer", "null"]}),
+    "StartStep": record(step=_TEXT, unit=_TEXT, done=_COUNT, total=_COUNT, seconds=_NUMBER, ended=_FLAG),
     "Readiness": record(
-        {"instances": _map(record(ready=_FLAG, reasons=_list(ref("Reason"))))},
+        {"instances": _map(record(ready=_FLAG, reasons=_list(ref("Reason")))), "start": _list(ref("StartStep"))},
         ready=_FLAG,
         busy=_FLAG,
         role={"enum": ["load_balancer", "standalone"]},

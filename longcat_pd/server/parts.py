@@ -36,11 +36,17 @@ class Parts:
 
 
 def make_parts(
-    spec: InstanceSpec, rank_entry: str, clock: Clock, *, watch: Callable[[Executor], Executor] | None = None
+    spec: InstanceSpec,
+    rank_entry: str,
+    clock: Clock,
+    *,
+    watch: Callable[[Executor], Executor] | None = None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> Parts:
     """An engine over rank processes that is not started. Raises ConfigError.
 
     ``rank_entry``: module:function. ``watch``: puts an executor that looks on in front of the ranks'.
+    ``on_progress``: of the start, which ``Readiness.start`` tells.
     """
     model = ModelConfig.load(spec.model.path)
     hello = own_hello(spec, model)
@@ -49,7 +55,7 @@ def make_parts(
     ranks = rank_specs(spec, hello.incarnation)
     told_to_end = asyncio.Event()
     processes = processes_of(ranks, rank_entry, hello=hello, on_end=told_to_end.set, clock=clock)
-    executor = ProcessExecutor(ranks, processes, config=spec.engine, clock=clock)
+    executor = ProcessExecutor(ranks, processes, config=spec.engine, clock=clock, on_progress=on_progress)
     engine = Engine(
         spec.engine,
         spec.parallel,

@@ -10,7 +10,9 @@ from longcat_pd.config.schema import EngineConfig, InstanceSpec, ModelSection, R
 from longcat_pd.engine.accounting import Health
 from longcat_pd.engine.plan import RankReady
 from longcat_pd.engine.request import Delta, Life, Request, SamplingParams, TransferRef
+from longcat_pd.engine.roster import RankState
 from longcat_pd.kv_transfer.messages import Hello
+from longcat_pd.progress.steps import Stage, stages
 from longcat_pd.server.take import Take
 
 
@@ -26,6 +28,7 @@ class Readiness:
     peers: dict[str, str] = field(default_factory=dict)
     reasons: tuple[dict[str, Any], ...] = ()
     is_lost: bool = False  # /health is 503: the process cannot recover and is about to exit
+    states: tuple[RankState, ...] = ()
 
     @classmethod
     def of(cls, health: Health, spec: InstanceSpec, incarnation: str, *, peers: Mapping[str, str]) -> Readiness:
@@ -39,7 +42,12 @@ class Readiness:
             peers=dict(peers),
             reasons=health.reasons,
             is_lost=health.is_lost,
+            states=health.states,
         )
+
+    def start(self, now: float) -> tuple[Stage, ...]:
+        """How far the start is, or how it went. ``now``: of the service's clock."""
+        return stages([state.parts for state in self.states], now)
 
     @property
     def is_starting(self) -> bool:

@@ -6,7 +6,7 @@ Knows what is asked and what was measured; files and checks are ``offline_run.py
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import TextIO
 
@@ -14,6 +14,7 @@ from longcat_pd.clock import MonotonicClock
 from longcat_pd.config.offline import OfflineRun
 from longcat_pd.config.schema import InstanceSpec
 from longcat_pd.engine.request import Request, SamplingParams
+from longcat_pd.progress.bars import Bars
 from longcat_pd.server.face import OFFLINE_LIMIT_S
 from longcat_pd.server.run import STATUS_FAULT, STATUS_OK
 from longcat_pd.server.text import TextDecoder, TextProcessor
@@ -27,20 +28,28 @@ class Batches:
     Args:
         spec: of ``asked``, as it is started.
         text: of the same checkpoint.
+        progress: where the start is told of.
     """
 
-    def __init__(self, asked: OfflineRun, spec: InstanceSpec, text: TextProcessor, *, out: TextIO) -> None:
+    def __init__(
+        self, asked: OfflineRun, spec: InstanceSpec, text: TextProcessor, *, out: TextIO, progress: TextIO
+    ) -> None:
         self._asked = asked
         self._text = text
         self._out = out
         self._clock = MonotonicClock()
-        self._measured = over_processes(spec, self._clock)
+        self._progress = progress
+        self._on_progress: Callable[[], None] = lambda: None
+        self._measured = over_processes(spec, self._clock, on_progress=lambda: self._on_progress())
 
     async def answer(self, waiting: Sequence[tuple[int, ...]]) -> int:
         """Answer all prompts; the exit status."""
         service, size, batches = self._measured.service, self._asked.batch_size, []
         try:
-            await service.start()
+            with Bars(self._progress) as bars:
+                self._on_progress = lambda: bars.show("ranks", service.readiness().start(self._clock.now()))
+                await service.start()
+                self._on_progress = lambda: None
             for start in range(0, len(waiting), size):
                 batch = await self._batch(start, waiting[start : start + size])
                 for number, answer in enumerate(batch, start + 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from longcat_pd.clock import Clock
@@ -20,9 +21,11 @@ class Measured:
     steps: Steps
 
 
-def over_processes(spec: InstanceSpec, clock: Clock) -> Measured:
-    """An engine over rank processes of this machine. Raises ConfigError."""
+def over_processes(spec: InstanceSpec, clock: Clock, *, on_progress: Callable[[], None] = lambda: None) -> Measured:
+    """An engine over rank processes of this machine. ``on_progress``: see ``make_parts``. Raises ConfigError."""
     steps = Steps()
-    parts = make_parts(spec, RANK_ENTRY, clock, watch=lambda executor: StepRecorder(executor, steps))
+    parts = make_parts(
+        spec, RANK_ENTRY, clock, watch=lambda executor: StepRecorder(executor, steps), on_progress=on_progress
+    )
     service = StandaloneService(spec, parts.engine, hello=parts.hello, clock=clock)
     return Measured(service=service, steps=steps)

@@ -72,4 +72,4 @@ async def _run(asked: OfflineRun, spec: InstanceSpec, *, only_check: bool, out: 
     waiting = prompts(asked.data, asked.batch_size, text)
     if only_check:
         return STATUS_OK
-    return await Batches(asked, spec, text, out=out).answer(waiting)
+    return await Batches(asked, spec, text, out=out, progress=sys.stderr).answer(waiting)

@@ -26,6 +26,7 @@ from longcat_pd.engine.runner import ModelRunner
 from longcat_pd.parallel.mesh import Mesh
 from longcat_pd.prefill_worker import __main__ as prefill_main
 from longcat_pd.prefill_worker.rank import push_lanes
+from longcat_pd.progress.steps import Tell
 from longcat_pd.server.peered import WorkerRole
 from longcat_pd.server.worker import run_worker
 from tests.processes import Processes
@@ -74,7 +75,7 @@ def _run(config: str, lanes: MakeLanes) -> None:
     if told("absent"):
         threading.Event().wait()  # it does not even call
     vars(rank)["ModelRunner"] = lambda *args, **more: _BadRunner(told, *args, **more)
-    vars(rank)["load_rank_model"] = lambda spec, mesh: _load(told, spec, mesh)
+    vars(rank)["load_rank_model"] = lambda spec, mesh, *, tell: _load(told, spec, mesh, tell)
     vars(rank)["Mesh"] = _BadMesh if told("late") else Mesh
     rank.run_rank(spec, lanes)
 
@@ -94,14 +95,14 @@ class _BadMesh(Mesh):
         raise AssertionError(spec)
 
 
-def _load(told: _Told, spec: RankSpec, mesh: Mesh) -> RankModel:
+def _load(told: _Told, spec: RankSpec, mesh: Mesh, tell: Tell) -> RankModel:
     if told("raise"):
         raise ValueError("a defect of the start")
     if told("memory"):
         raise MemoryError("no more of it")
     if told("killed"):
         os.kill(os.getpid(), signal.SIGKILL)
-    return load_rank_model(spec, mesh)
+    return load_rank_model(spec, mesh, tell=tell)
 
 
 class _BadRunner(ModelRunner):

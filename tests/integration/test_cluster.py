@@ -28,7 +28,9 @@ import http.server, json, signal, subprocess, sys
 subprocess.Popen(["sleep", "600"])
 class Face(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        body = json.dumps({"ready": True, "ranks": {"total": 2, "ok": 2}, "peers": {"d0": "up"}, "reasons": []}).encode()
+        step = {"step": "weights", "unit": "bytes", "done": 7000, "total": 7000, "seconds": 1.25, "ended": True}
+        told = {"ready": True, "ranks": {"total": 2, "ok": 2}, "peers": {"d0": "up"}, "reasons": [], "start": [step]}
+        body = json.dumps(told).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -140,6 +142,8 @@ def test_start_status_logs_stop(run: Runner) -> None:
     assert run("status") == 3
     assert run("start") == 0
     assert "curl -X POST http://127.0.0.1:" in run.out
+    told = sorted(run.err.splitlines())
+    assert told == [f"{name} weights: {said}" for name in ("d0", "p0") for said in ("7.0 kB in 1.2 s", "begins")]
     begun = {process.pid for process in run.processes}
     assert len(begun) == 3
     assert begun <= sessions()

@@ -27,6 +27,7 @@ from longcat_pd.engine.plan import (
     PlanMessage,
     RankAccounts,
     RankMessage,
+    RankProgress,
     RankReady,
     SlotOutput,
     StepOutput,
@@ -37,6 +38,7 @@ from longcat_pd.engine.plan import (
 from longcat_pd.errors import ConfigError, EngineFault, LongcatError, RankLost
 from longcat_pd.faults import FaultOrder
 from longcat_pd.kv_transfer.messages import TransferClosed
+from longcat_pd.progress.steps import stages
 from tests.peers import OPEN
 from tests.ports import free_base
 
@@ -59,7 +61,7 @@ class Rank:
     """One scripted rank. It beats until told not to."""
 
     PLANS = plan_codec()
-    MESSAGES = wire.Codec[RankMessage](RankReady, Heartbeat, StepOutput, TransferClosed)
+    MESSAGES = wire.Codec[RankMessage](RankReady, RankProgress, Heartbeat, StepOutput, TransferClosed)
 
     def __init__(self, spec: RankSpec) -> None:
         self.rank = spec.rank
@@ -149,6 +151,10 @@ class Rig:
     ranks: list[Rank]
     closed: list[TransferClosed] = field(default_factory=list)
     failures: list[LongcatError] = field(default_factory=list)
+    num_news: int = 0
+
+    def note_progress(self) -> None:
+        self.num_news += 1
 
     async def start(self) -> None:
         starting = asyncio.create_task(self.executor.start(self.closed.append, self.failures.append))
@@ -179,7 +185,12 @@ async def rig(num_ranks: int = 2, *, port: int = 0) -> AsyncIterator[Rig]:
         transfer=TransferConfig(),
     )  # fmt: skip
     specs, processes = rank_specs(instance, "i"), Processes()
-    made = Rig(ProcessExecutor(specs, processes, config=CONFIG, clock=FastClock()), processes, [Rank(s) for s in specs])
+    news: list[Rig] = []
+    executor = ProcessExecutor(
+        specs, processes, config=CONFIG, clock=FastClock(), on_progress=lambda: [r.note_progress() for r in news] and None
+    )
+    made = Rig(executor, processes, [Rank(s) for s in specs])
+    news.append(made)
     try:
         yield made
     finally:
@@ -209,6 +220,29 @@ async def test_a_plan_reaches_all_ranks_and_is_done_with_the_last_answer() -> No
         await r.until(lambda: len(r.closed) == 1)
         assert r.executor.rank_states()[1].accounts.blocks_total == 8
     assert r.failures == [] and r.processes.calls == ["start", "stop"]
+
+
+async def test_the_start_is_told_rank_by_rank_and_step_by_step() -> None:
+    async with rig() as r:
+        starting = asyncio.create_task(r.executor.start(r.closed.append, r.failures.append))
+        await asyncio.sleep(0)
+
+        def start() -> list[tuple[str, int, int, bool]]:
+            told = stages([state.parts for state in r.executor.rank_states()], 1e9)
+            return [(one.step, one.done, one.total, one.has_ended) for one in told]
+
+        assert start() == [("processes", 0, 2, False)] and r.num_news == 1
+        for rank in r.ranks:
+            rank.plans.send([b""])
+        await r.until(lambda: start() == [("processes", 2, 2, True)])
+        r.ranks[1].say(RankProgress(rank=1, step="weights", done=10, total=40))
+        await r.until(lambda: start()[1:] == [("weights", 10, 80, False)])
+        for rank in r.ranks:
+            rank.say(RankProgress(rank=rank.rank, step="weights", done=40, total=40))
+            rank.ready()
+        await asyncio.wait_for(starting, 5.0)
+        assert start() == [("processes", 2, 2, True), ("weights", 80, 80, True)] and r.num_news >= 5
+        assert r.executor.rank_states()[0].accounts.rank == 0 and r.failures == []
 
 
 async def test_an_order_reaches_all_ranks_that_are_there() -> None:

@@ -51,6 +51,9 @@ def test_the_lite_layout_answers_like_one_rank_and_tells_its_times(clone: Clone)
     done = infer(clone, *LITE, *EP, settings=SHORT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "dp 2 x attn_tp 2, 4 ranks on cpu, float32" in done.stdout
+    assert "ranks weights: begins\n" in done.stderr and "\x1b" not in done.stderr
+    assert re.search(r"^ranks weights: \d+\.\d MB in \d+\.\d s$", done.stderr, flags=re.MULTILINE)
+    assert re.search(r"^making a small random checkpoint in .*: done in \d+ s$", done.stderr, flags=re.MULTILINE)
     alone = infer(clone, *LITE, *EP, settings=(*SHORT, *ONE_RANK))
     assert alone.returncode == 0, alone.stdout + alone.stderr
     assert len(answers(done.stdout)) == 2

@@ -7,6 +7,7 @@ environment (that of the tests) through its stamp.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -36,10 +37,11 @@ QUESTION = "你好，请介绍一下自己"
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """What runs, and the command that start tells to try."""
+    """What runs, the command that start tells to try, and what it told of its steps."""
 
     state: State
     curl: str
+    told: str
 
 
 def verb(clone: Clone, name: str, *rest: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
@@ -73,7 +75,9 @@ def started(clone: Clone, shared_memory_before: set[Path]) -> Iterator[Started]:
     try:
         assert done.returncode == 0, done.stdout + done.stderr
         assert state is not None
-        yield Started(state=state, curl=next(line for line in done.stdout.splitlines() if line.startswith("curl ")))
+        yield Started(
+            state=state, curl=next(line for line in done.stdout.splitlines() if line.startswith("curl ")), told=done.stderr
+        )
     finally:
         if state is not None:
             kill_sessions(state.processes)
@@ -101,6 +105,21 @@ def test_the_printed_curl_is_that_of_the_readme_and_is_answered(started: Started
     usage = answer["usage"]
     assert 1 <= usage["completion_tokens"] <= 64
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+def test_the_steps_of_a_start_are_told_by_instance_with_seconds(clone: Clone, started: Started) -> None:
+    lines = started.told.splitlines()
+    assert "\x1b" not in started.told and "error" not in started.told
+    for name, num_ranks in (("p0", 4), ("d0", 2)):
+        own = [line for line in lines if line.startswith(f"{name} ")]
+        assert re.fullmatch(
+            rf"{name} processes: {num_ranks} processes in \d+\.\d s", own[own.index(f"{name} processes: begins") + 1]
+        )
+        assert [line for line in own if re.fullmatch(rf"{name} weights: \d+\.\d MB in \d+\.\d s", line)], own
+        assert [line for line in own if re.fullmatch(rf"{name} warm-up: \d+ communicators in \d+\.\d s", line)], own
+        assert len(own) == len(set(own)) == 6, "two lines for each step"
+        log = (folder_of(clone).path / f"{name}.log").read_text(encoding="utf-8")
+        assert log.count("weights_loaded") == 1 and len(log.splitlines()) < 60, "the log is no place for progress"
 
 
 def test_a_stream_is_whole(running: State) -> None:

@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 FLOORS = [
     {"curve"},
-    {"kernels", "errors", "log", "metrics", "wire", "clock", "faults", "version"},
+    {"kernels", "errors", "log", "metrics", "wire", "clock", "faults", "version", "progress"},
     {"config"},
     {"parallel", "kv_cache"},
     {"models", "kv_transfer"},
@@ -74,6 +74,7 @@ TORCH_FREE = (
     "clock.py",
     "faults.py",
     "version.py",
+    "progress/",
     "config/",
     "load_balancer/",
     "cluster/",

@@ -24,6 +24,7 @@ from longcat_pd.engine.graph import Compiler as Record
 from longcat_pd.engine.graph import StepForms
 from longcat_pd.engine.step_parts import GraphLimits, StepPart
 from longcat_pd.parallel.traffic import AxisTraffic, Traffic
+from longcat_pd.progress.steps import Tell, untold
 from tests.compiled import with_engine
 from tests.parity.gloo import rank_specs
 
@@ -124,6 +125,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple
         spec: RankSpec | None = None,
         step: Step | None = None,
         is_cut: bool = False,
+        tell: Tell = untold,
         **facts: str,
     ) -> tuple[StepForms, Step]:
         module = ModuleType("fake_compiler")
@@ -134,7 +136,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple
         mode = "inductor" if buckets else "eager"
         spec = with_engine(spec, exe_mode=mode, buckets=buckets, compile_cache=str(tmp_path))
         step = step or Step()
-        forms = StepForms(step, spec, {"model": "m", "dtype": "float32", **facts}, step.traffic)  # type: ignore[arg-type]
+        forms = StepForms(step, spec, {"model": "m", "dtype": "float32", **facts}, step.traffic, tell=tell)  # type: ignore[arg-type]
         return forms, step
 
     return made
@@ -183,8 +185,10 @@ def test_a_group_with_fewer_takes_part_in_the_size_of_the_fullest(make: Make) ->
 
 def test_all_sizes_are_compiled_before_the_first_step_and_none_later(make: Make) -> None:
     compiler = Compiler()
-    forms, _ = make(compiler, SLOTS, 1, 4)
+    told: list[tuple[str, int, int, int]] = []
+    forms, _ = make(compiler, SLOTS, 1, 4, tell=lambda *word: told.append((*word, len(compiler.asked))))
     assert [size for size, _ in compiler.asked] == [SLOTS, 4, 1] and forms.num_compilations == 3
+    assert told == [("compile", done, 3, done) for done in range(4)]
     for count in (1, 7, 2, SLOTS, 3):
         forms.run(list(range(count)), (), num_seqs=count)
     assert len(compiler.asked) == 3 and forms.num_compilations == 3
