@@ -63,8 +63,8 @@ def lines_of_request(request: Mapping[str, Any], roles: Mapping[str, str]) -> It
 
 def _of_side(side: Mapping[str, Any], role: str, *, end: float) -> str:
     spans = ", ".join(f"{name} {milliseconds(1000 * seconds)}" for name, seconds in phases(side, role, end=end))
-    steps = "chunk" if role == "prefill" else "step"
-    count = f"{side['num_steps']} {steps}{'' if side['num_steps'] == 1 else 's'}"
+    noun = "chunk" if role == "prefill" else "step"
+    count = f"{side['num_steps']} {noun}{'' if side['num_steps'] == 1 else 's'}"
     cached = f" ({side['cached']} cached)" if side["cached"] else ""
-    facts = [count, f"{side['prompt']} in{cached}", f"{side['output']} out"]
-    return f"{side['instance']}: {spans or 'nothing yet'}; {', '.join(facts)}"
+    tokens = f"{side['prompt']} tokens in{cached}" if role == "prefill" else f"{side['output']} tokens out"
+    return f"{side['instance']}: {spans or 'nothing yet'}; {count}, {tokens}"

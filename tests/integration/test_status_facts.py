@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import re
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from longcat_pd.config import resolve
+from longcat_pd.top import command
+from longcat_pd.top.watch import Balancer
 from tests.parity.conftest import MakeCheckpoint
 from tests.processes import children_of_forkservers
 from tests.topology import CHUNK, Topology, cluster_file, pools
@@ -25,6 +28,14 @@ async def status(topology: Topology, **headers: str) -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
     assert len(answer.content) < 64 * 1024
     return dict(answer.json())
+
+
+async def top(topology: Topology) -> tuple[int, str]:
+    """What ``longcat-pd top --once`` ends with, and its picture as one line."""
+    out = io.StringIO()
+    status = await command.show_once(Balancer(url=topology.url, key=b"key-of-a-client"), out)
+    assert "\x1b" not in out.getvalue()
+    return status, " ".join(out.getvalue().split())
 
 
 def ages(side: dict[str, Any]) -> list[str]:
@@ -50,6 +61,9 @@ async def test_both_sides_of_a_request_every_rank_and_one_that_is_killed(tmp_pat
         assert (found["ready"], found["wrong"], found["open"]) == (True, [], 0)
         check_ranks(found)
         check_request(found, answer["token_ids"])
+        status_once, text = await top(topology)
+        assert status_once == 0 and "Nothing is wrong." in text, text
+        assert "stage 1 1 ok 128/128" in text and "length p0 -> d0" in text and "3 chunks, 192 tokens in d0: " in text, text
         ranks = sorted(set(children_of_forkservers(os.getpid())) - before)
         assert len(ranks) == 3
         os.kill(ranks[1], signal.SIGKILL)
@@ -63,6 +77,8 @@ async def test_both_sides_of_a_request_every_rank_and_one_that_is_killed(tmp_pat
             words
         )
         assert words[0].startswith("No request can be served: no "), words
+        status_once, text = await top(topology)
+        assert status_once == 1 and words[1] in text and "out: rank lost" in text, text
 
 
 def check_ranks(found: dict[str, Any]) -> None:

@@ -85,8 +85,8 @@ def test_a_healthy_cluster_is_told_in_figures() -> None:
     assert "p0 in waiting 2, running 3 of 16, step 42 ms, transfers 1, legs 1 stage 0 0 ok 128/128" in text
     assert "d0 in waiting 2, running 3 of 16, step 8.2 ms, 1.75 tokens a step, transfers 1, legs 1" in text
     assert "length p0 -> d0, 700, first token after 200 req-1" in text
-    assert "p0: waited 2.0, offered 8.0, waited 10, prefill 130, cache 45; 3 chunks, 192 in (64 cached), 1 out" in text
-    assert "d0: waited 10, cache 185, decode 500; 8 steps, 192 in (64 cached), 9 out" in text
+    assert "p0: waited 2.0, offered 8.0, waited 10, prefill 130, cache 45; 3 chunks, 192 tokens in (64 cached)" in text
+    assert "d0: waited 10, cache 185, decode 500; 8 steps, 9 tokens out" in text
     assert "2 min ago: d0 in" in text
 
 

@@ -61,7 +61,7 @@ def request(**fields: Any) -> Facts:
         "ended": 0.8,
         "prompt": 192,
         "cached": 64,
-        "output": 1,
+        "output": 0,
         "num_steps": 3,
         "choices": 1,
         "moved_bytes": 4096,
