@@ -79,6 +79,11 @@ def _weights_findings(cluster: ClusterConfig) -> Iterator[str]:
 
 def _memory_findings(cluster: ClusterConfig, job: Job) -> Iterator[str]:
     """What the ranks on this machine take of its own memory, beside that of devices."""
-    instances = [instance for _, pool in pools(cluster) for instance in pool.instances]
-    specs = [instance_spec(cluster, instance.name) for instance in instances if set(instance.nodes) & set(job.nodes)]
+    meant = {service.key for service in job.services}
+    specs = [
+        instance_spec(cluster, instance.name)
+        for role, pool in pools(cluster)
+        for place, instance in enumerate(pool.instances)
+        if f"{role}.instances[{place}]" in meant
+    ]
     yield from total_memory_findings(specs, available_bytes=free_memory_bytes(), nodes=job.nodes)

@@ -34,7 +34,7 @@ def start(job: Job, orders: Orders, say: Say) -> None:
     """Say what was found; after ``go`` start, and say what happens; after ``keep`` leave it running."""
     folder = RunFolder(Path(job.folder))
     with folder.one_at_a_time():
-        before = folder.read()
+        before = _before(folder, job)
         alive = before.alive if before is not None else []
         if before is not None and not alive:
             kill_sessions(before.processes)  # left behind by processes that died
@@ -46,14 +46,22 @@ def start(job: Job, orders: Orders, say: Say) -> None:
         if order is None or order.verb != "go" or alive or findings:
             return
         children = Children()
+        if not job.is_part:
+            folder.clear()
         try:
             state = _launch_all(job, folder, children=children, say=say)
         except OSError as error:  # no room for a log, or for the record
             kill_sessions(children.processes)
-            folder.clear()
+            folder.drop(children.processes)
             raise ConfigError(f"nothing can be started: {error}") from error
         if not _is_kept(state, children, orders=orders, say=say):
             say(Event(stopped=end_all(folder, state, within_s=FAILED_DRAIN_S)))
+
+
+def _before(folder: RunFolder, job: Job) -> State | None:
+    """What is recorded of the services that are to be started."""
+    state = folder.read()
+    return state.of([service.name for service in job.services], job.ports) if job.is_part and state is not None else state
 
 
 def _launch_all(job: Job, folder: RunFolder, *, children: Children, say: Say) -> State:
@@ -70,7 +78,7 @@ def _launch_all(job: Job, folder: RunFolder, *, children: Children, say: Say) ->
         log = Path(job.logs) / f"{service.name}.log"
         process = children.launch(service.name, _command(service, job, folder), log=log, ready_url=service.url)
         state = State(**{**vars(state), "processes": (*state.processes, process)})
-        folder.write(state)
+        folder.add(state)
         say(Event(started=Started(service=process.name, pid=process.pid, log=process.log)))
     return state
 

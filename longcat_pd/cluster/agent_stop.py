@@ -34,6 +34,8 @@ def stop(job: Job, orders: Orders, say: Say) -> None:
             findings = () if others else tuple(port_findings(job.ports))  # a record may be lost while services run
             say(Event(found=Found(is_recorded=False, others=others, findings=findings)))
             return
+        if job.is_part:
+            state = state.of([service.name for service in job.services], job.ports)
         names = named((process.name, process.pid) for process in state.alive)
         say(Event(found=Found(is_recorded=True, alive=names, drain_s=state.drain_s)))
         order = orders.next(NEXT_ORDER_S)
@@ -62,7 +64,7 @@ def finish(folder: RunFolder, state: State) -> Stopped:
     late = tuple(process.name for process in state.alive)
     killed = kill_sessions(state.processes, grace_s=0.0 if late else HELPERS_END_S)
     findings = tuple(port_findings(state.ports))
-    folder.clear()
+    folder.drop(state.processes)
     return Stopped(num_killed=len(killed), late=late, findings=findings)
 
 

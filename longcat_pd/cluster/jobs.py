@@ -48,8 +48,8 @@ class Job:
     """What is asked of one machine. Paths are that machine's.
 
     ``config``: the file as the operator named it; ``text``: what it says, overrides laid over. ``nodes``: the addresses of
-    the machine. ``services``, ``ports``: those of this machine. ``drain_s``: how long the services may take to end.
-    ``query``: of ``logs``.
+    the machine. ``services``, ``ports``: those of this machine that the verb is about. ``is_part``: others run beside them
+    and are left as they are. ``drain_s``: how long the services may take to end. ``query``: of ``logs``.
     """
 
     config: str
@@ -61,6 +61,7 @@ class Job:
     services: tuple[Service, ...]
     ports: tuple[PortUse, ...]
     setup_files: tuple[str, ...] = ()
+    is_part: bool = False
     drain_s: float = 0.0
     query: LogQuery = LogQuery()
 

@@ -9,7 +9,7 @@ import argparse
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longcat_pd.cluster.jobs import Job, LogQuery
@@ -18,7 +18,7 @@ from longcat_pd.config.checks import pools
 from longcat_pd.config.node_checks import is_loopback
 from longcat_pd.config.resolve import as_json, load, unresolved
 from longcat_pd.config.schema import ClusterConfig
-from longcat_pd.config.services import BALANCER, balancer_url, nodes_of, ports_of_node, services
+from longcat_pd.config.services import BALANCER, Service, balancer_url, nodes_of, ports_of_node, services
 from longcat_pd.errors import ConfigError
 
 DRAIN_MARGIN_S = 15.0
@@ -77,13 +77,17 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A configuration and where it runs. ``file``: as the operator named it; ``text``: what it says, overrides included."""
+    """A configuration and where it runs. ``file``: as the operator named it; ``text``: what it says, overrides included.
+
+    ``only``: the setting of the one instance (or of the balancer) that is meant, while all else runs on; "": all of it.
+    """
 
     file: Path
     root: Path
     text: str
     config: ClusterConfig
     machines: tuple[Machine, ...]
+    only: str = ""
 
     @property
     def name(self) -> str:
@@ -95,10 +99,31 @@ class Cluster:
         """What is known here of what was started."""
         return _memory(self.root, self.file)
 
+    @property
+    def services(self) -> tuple[Service, ...]:
+        """Those that are meant."""
+        return tuple(service for service in services(self.config) if self.only in ("", service.key))
+
+    def part(self, name: str) -> Cluster:
+        """One instance of it, or the balancer, on the machines that it has. Raises ConfigError."""
+        keys = {service.name: service.key for service in services(self.config) if service.kind != "ranks"}
+        if name not in keys:
+            known = ", ".join(keys)
+            raise ConfigError(f"--instance {name}: not a service of {self.name}; known: {known}", param="instance")
+        whole = replace(self, only=keys[name])
+        nodes = {service.node for service in whole.services}
+        return replace(whole, machines=tuple(machine for machine in self.machines if nodes & set(machine.nodes)))
+
+    def forget(self) -> None:
+        """Nothing of it runs any more; what a part was of does."""
+        if not self.only:
+            self.memory.clear()
+
     def job(self, machine: Machine, query: LogQuery | None = None) -> Job:
         """What the agent of one of its machines is told."""
         config, path = self.config, self.config.hosts.path
         folder = f"{path.rstrip('/')}/run/{self.name}" if path else str(self.root / ".run" / self.name)
+        ports = [use for node in machine.nodes for use in ports_of_node(config, node)]
         return Job(
             config=str(self.file),
             text=self.text,
@@ -106,8 +131,9 @@ class Cluster:
             logs=config.log_dir or folder,
             url=balancer_url(config),
             nodes=machine.nodes,
-            services=tuple(service for service in services(config) if service.node in machine.nodes),
-            ports=tuple(use for node in machine.nodes for use in ports_of_node(config, node)),
+            services=tuple(service for service in self.services if service.node in machine.nodes),
+            ports=tuple(use for use in ports if use.key.startswith(f"{self.only}." if self.only else "")),
+            is_part=bool(self.only),
             setup_files=config.hosts.setup_files,
             drain_s=DRAIN_MARGIN_S + max(pool.engine.drain_timeout_s for _, pool in pools(config)),
             query=query or LogQuery(),

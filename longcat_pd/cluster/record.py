@@ -24,7 +24,7 @@ from longcat_pd.errors import ConfigError
 @dataclass(frozen=True, kw_only=True)
 class State:
     """What ``start`` began. ``drain_s``: how long the services may take to end by themselves; ``tree``: the folder of the
-    code that they run.
+    code that they run, several with ":" between them.
     """
 
     config: str
@@ -33,6 +33,11 @@ class State:
     ports: tuple[PortUse, ...]
     processes: tuple[Process, ...]
     tree: str = ""
+
+    def of(self, names: Sequence[str], ports: Sequence[PortUse]) -> State:
+        """That part of it."""
+        mine = tuple(process for process in self.processes if process.name in names)
+        return dataclasses.replace(self, processes=mine, ports=tuple(ports))
 
     @property
     def alive(self) -> list[Process]:
@@ -93,6 +98,24 @@ class RunFolder:
                 state = RunFolder(file.parent).read() if file != self._file else None
                 found += [state] if state is not None and state.alive else []
         return found
+
+    def add(self, state: State) -> None:
+        """Record these processes, beside those of other services that are recorded."""
+        before = self.read()
+        names = {process.name for process in state.processes}
+        others = [process for process in before.processes if process.name not in names] if before is not None else []
+        ports = dict.fromkeys((*(before.ports if before is not None else ()), *state.ports))
+        trees = ":".join(dict.fromkeys([*(before.tree.split(":") if before is not None else ()), state.tree]))
+        self.write(dataclasses.replace(state, ports=tuple(ports), tree=trees, processes=(*others, *state.processes)))
+
+    def drop(self, processes: Sequence[Process]) -> None:
+        """These processes run no more; nothing does when no others are recorded."""
+        before = self.read()
+        left = [process for process in before.processes if process not in processes] if before is not None else []
+        if before is None or not left:
+            self.clear()
+        else:
+            self.write(dataclasses.replace(before, processes=tuple(left)))
 
     def clear(self) -> None:
         """Nothing is running any more."""

@@ -1,22 +1,41 @@
-"""``run_pd.sh restart``: stop, then start, if the configuration can work and nothing was left."""
+"""``run_pd.sh restart``: stop, then start, if the configuration can work and nothing was left; of all, or of one instance."""
 
 from __future__ import annotations
 
 import argparse
 
 from longcat_pd.cluster import start, stop
-from longcat_pd.cluster.machines import cluster_of, running_cluster_of
-from longcat_pd.cluster.telling import complain
+from longcat_pd.cluster.machines import Cluster, cluster_of, is_known_to_run, running_cluster_of
+from longcat_pd.cluster.telling import EXIT_FAILED, complain
+from longcat_pd.errors import ConfigError
 
-arguments = start.arguments
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """What restart takes."""
+    start.arguments(parser)
+    text = "this instance alone, or balancer, with the configuration as it was started; also where it has ended by itself"
+    parser.add_argument("--instance", metavar="NAME", help=text)
 
 
 def main(options: argparse.Namespace) -> int:
     """As start; 1 if the stop left something. ``--timeout-s`` is the start's."""
+    if options.instance is not None:
+        part = _part(options)
+        return start.begin(part, options.timeout_s) if _has_stopped(part) else EXIT_FAILED
     cluster_of(options)
-    running = running_cluster_of(options)
-    outcome = stop.stop(running, running.machines, timeout_s=None)
-    if not outcome.is_clear:
+    return start.main(options) if _has_stopped(running_cluster_of(options)) else EXIT_FAILED
+
+
+def _part(options: argparse.Namespace) -> Cluster:
+    if not is_known_to_run(options):
+        text = "nothing is known here to run of this cluster; start it, from the folder that it was started from"
+        raise ConfigError(f"--instance {options.instance}: {text}", param="instance")
+    return running_cluster_of(options).part(options.instance)
+
+
+def _has_stopped(cluster: Cluster) -> bool:
+    """Stop it; whether nothing of it is left."""
+    is_clear = stop.stop(cluster, cluster.machines, timeout_s=None).is_clear
+    if not is_clear:
         complain("error: not started again, since not everything has stopped")
-        return outcome.status
-    return start.main(options)
+    return is_clear

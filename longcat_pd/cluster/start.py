@@ -18,7 +18,7 @@ from longcat_pd.cluster.machines import Cluster, cluster_of, running_cluster_of
 from longcat_pd.cluster.sessions import Session, Sessions
 from longcat_pd.cluster.telling import EXIT_FAILED, EXIT_OK, complain, grouped, refuse_if_any, say
 from longcat_pd.config.node_checks import is_loopback
-from longcat_pd.config.services import balancer_url, services, start_limit_s
+from longcat_pd.config.services import BALANCER, balancer_url, start_limit_s
 from longcat_pd.errors import ConfigError
 from longcat_pd.progress.bars import Bars
 
@@ -49,7 +49,12 @@ def main(options: argparse.Namespace) -> int:
     cluster = cluster_of(options)
     _refuse_what_runs_elsewhere(running_cluster_of(options), cluster)
     _warn_of_a_hidden_balancer(cluster)
-    timeout_s = start_limit_s(cluster.config) if options.timeout_s is None else options.timeout_s
+    return begin(cluster, options.timeout_s)
+
+
+def begin(cluster: Cluster, timeout_s: float | None) -> int:
+    """Start what is meant of it. Exit status as of ``main``."""
+    timeout_s = start_limit_s(cluster.config) if timeout_s is None else timeout_s
     with Sessions([(machine, cluster.agent("start"), cluster.job(machine)) for machine in cluster.machines]) as sessions:
         _refuse_what_cannot_work(cluster, sessions)
         cluster.memory.write(cluster.text)
@@ -66,10 +71,17 @@ def main(options: argparse.Namespace) -> int:
             say("interrupted: stopping what was started")
             _clean(cluster, sessions)
             return EXIT_FAILED
+    _tell(cluster)
+    return EXIT_OK
+
+
+def _tell(cluster: Cluster) -> None:
+    if cluster.only:
+        say(f"ready: {cluster.services[0].name}")
+        return
     url, logs = balancer_url(cluster.config), cluster.job(cluster.machines[0]).logs
     where = logs if len(cluster.machines) == 1 else f"{logs} of each machine"
     say(f"ready: {url}; logs in {where}. Try:\n\n{_curl(url, cluster.config.load_balancer.api_key_file)}\n")
-    return EXIT_OK
 
 
 def _refuse_what_runs_elsewhere(before: Cluster, cluster: Cluster) -> None:
@@ -124,8 +136,9 @@ def _answer_s(cluster: Cluster) -> float:
 def _wait_until_ready(cluster: Cluster, sessions: Sessions, bars: Bars, *, timeout_s: float) -> None:
     """Raises StartFailed when a service ends first, a machine is lost, or time is over."""
     began, shown = time.monotonic(), ""
-    waiting = {service.name for service in services(cluster.config) if service.kind == "driver"}
-    answer = Answer(is_ready=False, reasons=())
+    waiting = {service.name for service in cluster.services if service.kind == "driver"}
+    has_balancer = any(service.kind == BALANCER for service in cluster.services)
+    answer = Answer(is_ready=not has_balancer, reasons=())
     for session, event in sessions.news(began + timeout_s):
         on_machine = "" if len(cluster.machines) == 1 else f" on {session.machine.name}"
         if event is None:
@@ -189,7 +202,7 @@ def _clean(cluster: Cluster, sessions: Sessions) -> None:
     answers = {session.machine: answer for session, answer in stopped.items()}
     stop.report(cluster, answers, is_all=not left)
     if not left:
-        cluster.memory.clear()
+        cluster.forget()
         return
     try:
         stop.stop(cluster, left, timeout_s=0.0)

@@ -68,7 +68,7 @@ def stop(cluster: Cluster, machines: Sequence[Machine], *, timeout_s: float | No
         complain(f"error: {session.machine.name}: not stopped: {session.problem or 'its agent has ended'}")
     is_clean = report(cluster, {s.machine: answer for s, answer in stopped.items()}, is_all=not lost)
     if not lost:
-        cluster.memory.clear()
+        cluster.forget()
     has_ports = any(answer.findings for answer in stopped.values())
     return Outcome(status=EXIT_OK if is_clean and not lost else EXIT_FAILED, is_clear=not lost and not has_ports)
 
@@ -100,7 +100,7 @@ def _nothing_runs(cluster: Cluster, found: Mapping[Session, Found]) -> Outcome:
         return Outcome(status=EXIT_FAILED, is_clear=False)
     others = list(dict.fromkeys(other for answer in found.values() for other in answer.others))
     say(not_running(cluster.name, others))
-    cluster.memory.clear()
+    cluster.forget()
     return Outcome(status=EXIT_NOT_RUNNING if others else EXIT_OK, is_clear=True)
 
 

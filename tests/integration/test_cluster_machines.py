@@ -223,6 +223,39 @@ def test_start_status_logs_restart_stop(rig: Rig) -> None:
     assert rig("status") == 3
 
 
+def test_one_instance_is_started_again_and_nothing_else_is_touched(rig: Rig) -> None:
+    assert rig("restart", "--instance", "d0") == 2
+    assert "--instance d0: nothing is known here to run of this cluster" in rig.err
+    assert rig("start") == 0, rig.err
+    first = rig.pids()
+    rig.tree["load_balancer"]["port"] += 1  # the file of now is not what runs, and is not asked
+    assert rig("restart", "--instance", "d1") == 2
+    assert "--instance d1: not a service of small; known: d0, p0, balancer" in rig.err
+
+    assert rig("restart", "--instance", "d0") == 0, rig.out + rig.err
+    second = rig.pids()
+    assert rig.out.endswith("ready: d0\n") and "started d0.1" in rig.out and "started p0" not in rig.out
+    assert {name for name in first if first[name] == second[name]} == {"p0", "balancer"} and second.keys() == first.keys()
+    assert {first["d0"], first["d0.1"]} & sessions() == set()
+
+    assert rig("restart", "--instance", "balancer") == 0, rig.err
+    third = rig.pids()
+    assert third["balancer"] != second["balancer"] and third["d0.1"] == second["d0.1"]
+
+    os.kill(second["d0"], signal.SIGKILL)
+    rig.scripts["d0.1"] = "import sys; sys.exit('error: no room')"
+    assert rig("restart", "--instance", "d0") == 1
+    assert f"d0.1 on {D1} ended with status 1" in rig.err and "error: no room" in rig.err
+    assert rig("status") == 1
+    assert "d0           10.77.0.1       not started" in rig.out and rig.out.count("ready, ranks 2/2") == 2
+    rig.scripts["d0.1"] = ENDS
+    assert rig("restart", "--instance", "d0") == 0, "what has ended by itself is started too: " + rig.err
+    last = rig.pids()
+    assert rig("status") == 0 and last.keys() == first.keys()
+    assert rig("stop") == 0, rig.err
+    assert rig.pids() == {} and not set(last.values()) & sessions()
+
+
 def _write_lines(rig: Rig) -> None:
     """Lines as services write them, at the end of their logs; the test's own services have nothing to say."""
     for node, name, lines in (
