@@ -1,6 +1,7 @@
 """What the shipped queries say: expressions of the dashboard and of the alerts, and the metrics and labels they name.
 
-Not a parser of PromQL: it finds selectors and lists of labels, which is all that can disagree with a table of metrics.
+Parsed, and its types checked, by promql-parser; what follows from the text finds selectors and lists of labels, which is
+all that can disagree with a table of metrics.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import promql_parser
 import yaml
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
@@ -30,6 +32,18 @@ class Selector:
 
     metric: str
     matchers: tuple[tuple[str, str, str], ...] = ()
+
+
+def parsed_metrics(expression: str) -> list[str]:
+    """The metrics of an expression as a parser reads it. Raises ValueError: no PromQL, an unknown function, a wrong type."""
+    found: list[str] = []
+
+    def note(node: promql_parser.Expr) -> None:
+        if isinstance(node, promql_parser.VectorSelector):
+            found.append(node.name)
+
+    promql_parser.walk(promql_parser.parse(expression), pre_visit=note)
+    return found
 
 
 def selectors(expression: str) -> list[Selector]:

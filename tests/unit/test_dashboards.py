@@ -23,6 +23,7 @@ from tests.promql import (
     filled_in,
     grouped_by,
     panels,
+    parsed_metrics,
     selectors,
 )
 
@@ -85,6 +86,43 @@ def test_an_alert_names_what_there_is_and_says_what_to_do(alert: dict[str, objec
     known = set[str]().union(*(BY_SERIES[s.metric].label_names for s in selectors(expression) if s.metric in BY_SERIES))
     kept = grouped_by(expression) or known or OF_PROMETHEUS["up"]
     assert set(re.findall(r"\$labels\.(\w+)", annotations["summary"])) <= kept
+
+
+EXPRESSIONS = [*(filled_in(query, "1m") for query in dashboard_queries()), *(str(alert["expr"]) for alert in alerts())]
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_an_expression_is_promql(expression: str) -> None:
+    assert sorted(parsed_metrics(expression)) == sorted(selector.metric for selector in selectors(expression))
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["rate(up)", "rate(up[5m]", "rates(up[5m])", "sum by (up", "up[5m] > 1", "up ++", 'up{job="a"', "histogram_quantile(up)"],
+)
+def test_what_is_no_promql_is_found(expression: str) -> None:
+    with pytest.raises(ValueError):
+        parsed_metrics(expression)
+
+
+def test_the_rules_have_the_form_that_prometheus_reads() -> None:
+    """Without promtool: unknown keys, durations, and templates that only know labels and the value."""
+    tree = yaml.safe_load(RULES.read_text())
+    assert set(tree) == {"groups"}
+    for group in tree["groups"]:
+        assert set(group) == {"name", "rules"}
+    names = [alert["alert"] for alert in alerts()]
+    assert len(names) == len(set(names))
+    for alert in alerts():
+        assert {"alert", "expr", "labels", "annotations"} <= set(alert) <= {"alert", "expr", "for", "labels", "annotations"}
+        assert re.fullmatch(r"\d+[sm]", alert.get("for", "1s"))
+        for text in alert["annotations"].values():
+            plain = re.sub(r"\{\{ \$(labels\.\w+|value \| humanizePercentage) \}\}", "", text)
+            assert not set("{}$") & set(plain), text
+    scrape = yaml.safe_load(SCRAPE.read_text())
+    assert set(scrape) == {"global", "rule_files", "scrape_configs"}
+    assert set(scrape["global"]) == {"scrape_interval", "evaluation_interval"}
+    assert all(re.fullmatch(r"\d+s", value) for value in scrape["global"].values())
 
 
 def test_every_metric_of_the_table_is_on_the_dashboard_and_the_alerts_watch_what_they_must() -> None:
