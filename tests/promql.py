@@ -35,7 +35,7 @@ class Selector:
 
 
 def parsed_metrics(expression: str) -> list[str]:
-    """The metrics of an expression as a parser reads it. Raises ValueError: no PromQL, an unknown function, a wrong type."""
+    """The metrics of an expression as a parser reads it. Raises ValueError: no PromQL, unknown function, wrong type."""
     found: list[str] = []
 
     def note(node: promql_parser.Expr) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from longcat_pd.cli import main
 from longcat_pd.config import resolve
-from longcat_pd.replay.command import main
+from longcat_pd.server.bundle import ids_digest
 from tests.forks import start_server
 from tests.parity.conftest import MakeCheckpoint
 from tests.topology import cluster_file, pools
@@ -36,12 +37,19 @@ OTHER_LAYOUT = (
     "engine.block_size=4",
 )
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "sizes": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["name", "sizes"],
+}
+BOUND = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+
 Altered = Callable[[dict[str, Any]], None]
 
 
 async def _record(model: Path, folder: Path, dir: Path) -> list[int]:
     """Ask P(cp 2) -> D(kvp 1), with drafts; what the client was told of choice 1."""
-    settings: dict[str, Any] = {"prefill": {"cp_size": 2}, "record": {"dir": str(dir)}}
+    settings: dict[str, Any] = {"prefill": {"cp_size": 2}, "record": {"dir": str(dir), "texts": True}}
     drafts = {"num_draft_tokens": 2}
     path = cluster_file(folder, model, prefill_engine=drafts, decode_engine=drafts, **settings)
     async with pools(resolve.load(path, ["model.dtype=float32"])) as topology:
@@ -49,6 +57,9 @@ async def _record(model: Path, folder: Path, dir: Path) -> list[int]:
         headers = {"X-Request-Id": "told"}
         answer = await topology.client.post("/v1/completions", json=body, headers=headers, timeout=300.0)
         assert answer.status_code == 200, answer.text
+        bound = {**body, "response_format": BOUND, "n": 1, "ignore_eos": False, "logit_bias": {}}
+        other = await topology.client.post("/v1/completions", json=bound, headers={"X-Request-Id": "bound"}, timeout=300.0)
+        assert other.status_code == 200, other.text
         await topology.idle_within()
     ids: list[int] = answer.json()["choices"][1]["token_ids"]
     return ids
@@ -58,8 +69,8 @@ async def _record(model: Path, folder: Path, dir: Path) -> list[int]:
 def recorded(tiny: MakeCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundle of a choice that was drawn with a seed of the server's."""
     folder = tmp_path_factory.mktemp("cluster")
-    told = asyncio.run(_record(tiny("2.0"), folder, folder / "bundles"))
-    files = sorted((folder / "bundles").iterdir())
+    told = asyncio.run(_record(tiny("2.0", with_tokenizer=True), folder, folder / "bundles"))
+    files = sorted(file for file in (folder / "bundles").iterdir() if "told" in file.name)
     assert len(files) == 2, "one for each choice, of the instance that decodes"
     file = next(file for file in files if "told-1-" in file.name)
     tree = json.loads(file.read_bytes())
@@ -72,13 +83,13 @@ def recorded(tiny: MakeCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def replayed(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    def run(*words: str, change: Altered = lambda tree: None) -> tuple[int, str]:
+    def run(*words: str, change: Altered = lambda tree: None, file: Path = recorded) -> tuple[int, str]:
         start_server()
-        tree = json.loads(recorded.read_bytes())
+        tree = json.loads(file.read_bytes())
         change(tree)
         path = tmp_path / "bundle.json"
         path.write_text(json.dumps(tree))
-        status = main([str(path), *(("--layout", *words) if words else ())])
+        status = main(["replay", str(path), *(("--layout", *words) if words else ())])
         return status, capsys.readouterr().out
 
     return run
@@ -91,6 +102,41 @@ def test_another_layout_says_the_same(replayed: Callable[..., tuple[int, str]], 
     status, out = replayed(*words)
     assert (status, out.splitlines()[-1]) == (0, "identical: 24 ids"), out
     assert "changed" not in out
+
+
+def test_a_layout_is_a_file(replayed: Callable[..., tuple[int, str]], recorded: Path, tmp_path: Path) -> None:
+    """With a checkpoint, ports, sizes and drafts of its own, of which those of the bundle are taken."""
+    file = cluster_file(tmp_path, Path("/nowhere"), prefill={"pp_size": 2}, decode={"kvp_size": 2, "attn_tp_size": 2})
+    status, out = replayed(str(file), "engine.block_size=8")
+    assert (status, out.splitlines()[-1]) == (0, "identical: 24 ids"), out
+    assert f"replayed  prefill and decode: {file} engine.block_size=8" in out
+
+
+@pytest.mark.parametrize("words", [(), OTHER_LAYOUT], ids=["one rank", "pools"])
+def test_an_answer_that_another_instance_began(replayed: Callable[..., tuple[int, str]], words: tuple[str, ...]) -> None:
+    """What the instance keeps that an answer was handed to: ids that were said before stand at the end of its prompt."""
+
+    def change(tree: dict[str, Any]) -> None:
+        said, answer = tree["answer_token_ids"][:9], tree["answer_token_ids"][9:]
+        tree["prompt_token_ids"] += said
+        tree["answer_token_ids"] = answer
+        tree["sampling"] |= {"num_said": 9, "max_tokens": 24 - 9}
+        tree["ids_digest"] = ids_digest(tree["prompt_token_ids"], answer)
+
+    status, out = replayed(*words, change=change)
+    assert (status, out.splitlines()[-1]) == (0, "identical: 15 ids"), out
+    assert "9 of them said before" in out
+
+
+@pytest.mark.parametrize("words", [(), OTHER_LAYOUT], ids=["one rank", "pools"])
+def test_an_answer_bound_to_a_grammar(
+    replayed: Callable[..., tuple[int, str]], recorded: Path, words: tuple[str, ...]
+) -> None:
+    (file,) = recorded.parent.glob("*bound*")
+    tree = json.loads(file.read_bytes())
+    assert tree["has_grammar"] and tree["texts"]["grammar"]
+    status, out = replayed(*words, file=file)
+    assert (status, out.splitlines()[-1]) == (0, f"identical: {len(tree['answer_token_ids'])} ids"), out
 
 
 def test_a_changed_id_of_the_answer_is_found_where_it_is(replayed: Callable[..., tuple[int, str]], recorded: Path) -> None:

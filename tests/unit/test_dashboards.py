@@ -98,7 +98,16 @@ def test_an_expression_is_promql(expression: str) -> None:
 
 @pytest.mark.parametrize(
     "expression",
-    ["rate(up)", "rate(up[5m]", "rates(up[5m])", "sum by (up", "up[5m] > 1", "up ++", 'up{job="a"', "histogram_quantile(up)"],
+    [
+        "rate(up)",
+        "rate(up[5m]",
+        "rates(up[5m])",
+        "sum by (up",
+        "up[5m] > 1",
+        "up ++",
+        'up{job="a"',
+        "histogram_quantile(up)",
+    ],
 )
 def test_what_is_no_promql_is_found(expression: str) -> None:
     with pytest.raises(ValueError):

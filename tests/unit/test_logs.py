@@ -156,6 +156,18 @@ def test_what_is_added_is_told_once_also_by_a_log_that_comes_later_or_begins_ane
     assert parts[-1].num_logs == 3
 
 
+def test_another_fact_whose_name_ends_alike_is_not_the_request(rig):
+    rig.write("p0", "2026-11-30T10:00:00.000Z info x old_request=r9\n2026-11-30T10:00:01.000Z info y request=r9\n")
+    assert [text[25:31] for text in rig.texts(request="r9")] == ["info y"]
+
+
+def test_a_log_that_was_cut_short_in_place_is_read_from_its_start(rig):
+    """As by a rotation that copies and empties the file."""
+    log = rig.folder / "p0.log"
+    parts = rig.says(lambda: log.write_text("2026-11-30T10:00:30.000Z info new\n"))
+    assert [line.text[-3:] for part in parts if part.is_live for line in part.lines] == ["new"]
+
+
 def test_a_time_that_goes_back_within_a_log_does_not_part_what_it_says(rig):
     rig.write("p0", "".join(f"2026-11-30T10:00:{second:02}.000Z info x\n" for second in (5, 1, 6)))
     rig.write("balancer", "2026-11-30T10:00:03.000Z info y\n")

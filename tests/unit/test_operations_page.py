@@ -107,7 +107,9 @@ def names() -> frozenset[str]:
     of_settings = set(settings(ClusterConfig))
     of_settings |= {path.partition(".")[2] for path in of_settings} | {path.rpartition(".")[2] for path in of_settings}
     of_metrics = {name.removeprefix(PREFIX) for name in BY_SERIES} | {row.name for row in TABLE}
-    labels = {label for row in TABLE for label in (*row.label_names, *(v for values in row.labels.values() for v in values))}
+    labels = {
+        label for row in TABLE for label in (*row.label_names, *(v for values in row.labels.values() for v in values))
+    }
     told = set(_lines_of_requests()) | {field.name for field in dataclasses.fields(Bundle)}
     return frozenset(
         {*of_settings, *of_metrics, *labels, *told, *facts(), *codes(LongcatError), *VERBS, *OURS}
@@ -231,10 +233,11 @@ def test_all_ten_situations_are_there_short_and_whole() -> None:
 @pytest.mark.parametrize(
     "mark",
     [
-        "run_pd.sh restrat", "run_pd.sh restart --instances d0", "longcat-pd doctor", "longcat-pd plan FILE --roof", "--chatty",
-        "/admin/drained", "GET /stats", 'blocks{state="fre"}', 'block{state="free"}', "first_token_second", "LongcatRankMissing",
-        "engine.rank_lost", "load_balancer.max_in_flight", "rank_gone", "overload", "request_finished otput=3",
-        "… has mislaid …: rank …", "deploy/prometheus/alert.yml", "fail_over=1", "transfer.digests=off",
+        "run_pd.sh restrat", "run_pd.sh restart --instances d0", "longcat-pd doctor", "longcat-pd plan FILE --roof",
+        "--chatty", "/admin/drained", "GET /stats", 'blocks{state="fre"}', 'block{state="free"}', "first_token_second",
+        "LongcatRankMissing", "engine.rank_lost", "load_balancer.max_in_flight", "rank_gone", "overload",
+        "request_finished otput=3", "… has mislaid …: rank …", "deploy/prometheus/alert.yml", "fail_over=1",
+        "transfer.digests=off",
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_found(mark: str) -> None:
