@@ -1,4 +1,4 @@
-"""``run_pd.sh restart``: stop, then start, if the configuration can work and nothing was left. Of all, or of one service."""
+"""``run_pd.sh restart``: stop, then start, if the configuration can work and nothing was left; of all or one service."""
 
 from __future__ import annotations
 
