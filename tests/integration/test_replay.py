@@ -29,6 +29,7 @@ DRAWN = {
     "n": 2,
 }
 PROMPT = [*range(100, 137), 2, *range(300, 340)]
+NARROW = {str(token): 30 for token in range(30, 36)}  # few ids, so that it counts how often each was said
 OTHER_LAYOUT = (
     "prefill.parallel.pp_size=2",
     "prefill.parallel.cp_size=2",
@@ -57,9 +58,13 @@ async def _record(model: Path, folder: Path, dir: Path) -> list[int]:
         headers = {"X-Request-Id": "told"}
         answer = await topology.client.post("/v1/completions", json=body, headers=headers, timeout=300.0)
         assert answer.status_code == 200, answer.text
-        bound = {**body, "response_format": BOUND, "n": 1, "ignore_eos": False, "logit_bias": {}}
-        other = await topology.client.post("/v1/completions", json=bound, headers={"X-Request-Id": "bound"}, timeout=300.0)
-        assert other.status_code == 200, other.text
+        one = {**body, "n": 1, "logit_bias": {}}
+        for name, fields in (
+            ("bound", {"response_format": BOUND, "ignore_eos": False}),
+            ("narrow", {"logit_bias": NARROW, "frequency_penalty": 1.5}),
+        ):
+            other = await topology.client.post("/v1/completions", json={**one, **fields}, headers={"X-Request-Id": name})
+            assert other.status_code == 200, other.text
         await topology.idle_within()
     ids: list[int] = answer.json()["choices"][1]["token_ids"]
     return ids
@@ -113,7 +118,9 @@ def test_a_layout_is_a_file(replayed: Callable[..., tuple[int, str]], recorded: 
 
 
 @pytest.mark.parametrize("words", [(), OTHER_LAYOUT], ids=["one rank", "pools"])
-def test_an_answer_that_another_instance_began(replayed: Callable[..., tuple[int, str]], words: tuple[str, ...]) -> None:
+def test_an_answer_that_another_instance_began(
+    replayed: Callable[..., tuple[int, str]], recorded: Path, words: tuple[str, ...]
+) -> None:
     """What the instance keeps that an answer was handed to: ids that were said before stand at the end of its prompt."""
 
     def change(tree: dict[str, Any]) -> None:
@@ -123,7 +130,8 @@ def test_an_answer_that_another_instance_began(replayed: Callable[..., tuple[int
         tree["sampling"] |= {"num_said": 9, "max_tokens": 24 - 9}
         tree["ids_digest"] = ids_digest(tree["prompt_token_ids"], answer)
 
-    status, out = replayed(*words, change=change)
+    (file,) = recorded.parent.glob("*narrow*")
+    status, out = replayed(*words, change=change, file=file)
     assert (status, out.splitlines()[-1]) == (0, "identical: 15 ids"), out
     assert "9 of them said before" in out
 
@@ -148,7 +156,7 @@ def test_a_changed_id_of_the_answer_is_found_where_it_is(replayed: Callable[...,
     status, out = replayed(change=change)
     assert status == 1
     assert "different at position 13 of 24" in out
-    assert re.search(rf"recorded  {right ^ 1}\b.*\n  replayed  {right}, log-prob -", out), out
+    assert re.search(rf"recorded  {right ^ 1}\b.*\n  replayed  {right}\b.*, log-prob -", out), out
     assert "note      ids of this file have been changed since it was recorded" in out
 
 
