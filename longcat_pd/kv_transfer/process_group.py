@@ -6,7 +6,7 @@ deadlines between messages and the end of a lane are gloo's everywhere.
 Owns the meeting of the two ends: a TCPStore that the decode instance's rank 0 serves. A source writes who it is under the
 first free number of the target rank's calls, in one step, so that none is taken and left empty by one that dies; the target
 waits for the numbers in order. Both ends then make the group under a name that holds both incarnations and a word of this
-call alone, so every new lane between the same two ranks has a new name.
+call alone, so every new lane between the same two ranks has a new name. What is written there is signed (``meeting.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.distributed import DistError, PrefixStore, ProcessGroupGloo, TCPStore
 
 from longcat_pd.config.schema import RankSpec
 from longcat_pd.kv_transfer.device_pair import SOURCE, TARGET, Carrier, MakeCarrier, carriers_of, no_carrier
+from longcat_pd.kv_transfer.meeting import Signature, Unsigned, make_pair
 from longcat_pd.kv_transfer.transport import LaneClosed, LaneEnd, LaneTimeout
 from longcat_pd.log import Refusals
 from longcat_pd.parallel.listening import store_server
@@ -139,15 +140,17 @@ def _call_key(target: LaneEnd, number: int) -> str:
     return f"call/{target.incarnation}/{target.rank}/{number}"
 
 
-def _write_call(store: TCPStore, target: LaneEnd, text: str, timeout_s: float) -> None:
+def _write_call(store: TCPStore, target: LaneEnd, word: str, signature: Signature, timeout_s: float) -> None:
     """Write under the first free number. Raises RuntimeError when the store is gone, LaneTimeout."""
     number, until = store.add(_count_key(target), 0), time.monotonic() + timeout_s
     while time.monotonic() < until:
         number += 1
-        there = store.compare_set(_call_key(target, number), "", text).decode()
-        if there != _TAKEN:
-            store.set(_call_key(target, number), there)  # wakes who waits for it, which the exchange alone need not do
-        if there == text:
+        key = _call_key(target, number)
+        text = signature.sign(key, word.encode()).hex()
+        there: Any = store.compare_set(key, "", text)  # bytes, and whose else they are nobody knows
+        if there != _TAKEN.encode():
+            store.set(key, there)  # wakes who waits for it, which the exchange alone need not do
+        if there == text.encode():
             return
     raise LaneTimeout(f"{target.instance} rank {target.rank} has a queue of calls that did not end in {timeout_s:g} s")
 
@@ -160,30 +163,45 @@ def _connect(address: tuple[str, int], timeout_s: float, *, serve: bool = False)
         raise LaneClosed(f"no lane store at {address[0]}:{address[1]}: {str(error).splitlines()[0]}") from error
 
 
-def _pair(store: TCPStore, record: _CallRecord, me: int, timeout_s: float, carrier: MakeCarrier) -> GlooLane:
-    try:
-        group = ProcessGroupGloo(PrefixStore(record.group_name, store), me, 2, timedelta(seconds=timeout_s))
-        return GlooLane(group, me, carrier(PrefixStore(f"{record.group_name}/device", store), me, timeout_s))
-    except RuntimeError as error:
-        raise _translate(error) from error
+@dataclass(frozen=True, slots=True)
+class LaneMakers:
+    """What an instance's lanes are made with. ``carrier``: that of each; ``signature``: of what is written in the store."""
+
+    carrier: MakeCarrier = no_carrier
+    signature: Signature = field(default_factory=lambda: Signature(b""))
+
+    @classmethod
+    def of(cls, spec: RankSpec) -> LaneMakers:
+        """Of a rank. Raises ConfigError."""
+        carrier = carriers_of(platform_of(spec.instance.device), spec.local_rank)
+        return cls(carrier, Signature.of_file(spec.instance.cluster_key_file))
+
+    def pair(self, store: TCPStore, record: _CallRecord, me: int, timeout_s: float) -> GlooLane:
+        """One end of a lane, when the other is there. Raises LaneClosed, LaneTimeout."""
+        name = record.group_name
+        try:
+            group = make_pair(store, name, me, signature=self.signature, limit=timedelta(seconds=timeout_s))
+            return GlooLane(group, me, self.carrier(PrefixStore(f"{name}/device", store), me, timeout_s))
+        except RuntimeError as error:
+            raise _translate(error) from error
 
 
 class GlooCaller:
     """See ``transport.Caller``."""
 
-    def __init__(self, me: LaneEnd, carrier: MakeCarrier = no_carrier) -> None:
+    def __init__(self, me: LaneEnd, makers: LaneMakers | None = None) -> None:
         self._me = me
-        self._carrier = carrier
+        self._makers = makers or LaneMakers()
 
     def open(self, target: LaneEnd, address: tuple[str, int], timeout_s: float) -> GlooLane:
         """Call the target and make the pair. The store's connection belongs to the lane: a slow peer holds up no other."""
         store = _connect(address, timeout_s)
         record = _CallRecord(self._me, target, secrets.token_hex(8))
         try:
-            _write_call(store, target, to_json(record), timeout_s)
+            _write_call(store, target, to_json(record), self._makers.signature, timeout_s)
         except RuntimeError as error:
             raise LaneClosed(f"the lane store of {target.instance} is gone") from error
-        return _pair(store, record, SOURCE, timeout_s, self._carrier)
+        return self._makers.pair(store, record, SOURCE, timeout_s)
 
     def close(self) -> None:
         """Nothing is shared."""
@@ -195,7 +213,7 @@ class GlooCall:
 
     record: _CallRecord
     address: tuple[str, int]
-    carrier: MakeCarrier
+    makers: LaneMakers
 
     @property
     def source(self) -> LaneEnd:
@@ -204,7 +222,7 @@ class GlooCall:
 
     def open(self, timeout_s: float) -> GlooLane:
         """This end of the pair."""
-        return _pair(_connect(self.address, timeout_s), self.record, TARGET, timeout_s, self.carrier)
+        return self.makers.pair(_connect(self.address, timeout_s), self.record, TARGET, timeout_s)
 
 
 class GlooListener:
@@ -214,14 +232,14 @@ class GlooListener:
         me: this rank; rank 0 serves the store for all ranks of its instance.
         address: where the store is served; port 0 (rank 0 alone) takes a free one.
         timeout_s: how long to wait until rank 0 serves it.
-        carrier: makes that of each lane.
+        makers: of each lane.
     """
 
     def __init__(
-        self, me: LaneEnd, address: tuple[str, int], timeout_s: float, *, carrier: MakeCarrier = no_carrier
+        self, me: LaneEnd, address: tuple[str, int], timeout_s: float, *, makers: LaneMakers | None = None
     ) -> None:
         self._me = me
-        self._carrier = carrier
+        self._makers = makers or LaneMakers()
         self._server = _connect(address, timeout_s, serve=True) if me.rank == 0 else None
         self.address = address if self._server is None else (address[0], self._server.port)
         self._is_over = False
@@ -234,21 +252,22 @@ class GlooListener:
         """Wait for the next number."""
         while True:
             try:
-                text = self._take_next()
+                place, text = self._take_next()
             except DistError:  # the store went with rank 0: the instance ends
                 self._is_over = True
                 return None
-            if text == self._goodbye.encode():
-                return None
             try:
-                record = from_json(_CallRecord, text)
-            except MalformedRecord as error:
+                word = self._makers.signature.read(place, bytes.fromhex(text.decode()))
+                if word == self._goodbye.encode():
+                    return None
+                record = from_json(_CallRecord, word)
+            except (MalformedRecord, ValueError, Unsigned) as error:
                 self._refusals.tell("a caller of lanes", str(error))
                 continue
             if record.target == self._me:  # else a call for a former life of this rank
-                return GlooCall(record, self.address, self._carrier)
+                return GlooCall(record, self.address, self._makers)
 
-    def _take_next(self) -> bytes:
+    def _take_next(self) -> tuple[str, bytes]:
         key = _call_key(self._me, self._next)
         self._waiting.wait([key], _FOREVER)
         text: bytes = self._waiting.get(key)
@@ -257,24 +276,24 @@ class GlooListener:
         if self._next > _TAKEN_KEPT:
             self._waiting.delete_key(_call_key(self._me, self._next - _TAKEN_KEPT))
         self._next += 1
-        return text
+        return key, text
 
     def close(self) -> None:
         """A call that means the end. If the store is gone, so is the wait."""
         if self._is_over:
             return
         try:
-            _write_call(_connect(self.address, _GOODBYE_LIMIT_S), self._me, self._goodbye, _GOODBYE_LIMIT_S)
+            store, signature = _connect(self.address, _GOODBYE_LIMIT_S), self._makers.signature
+            _write_call(store, self._me, self._goodbye, signature, _GOODBYE_LIMIT_S)
         except (RuntimeError, LaneClosed, LaneTimeout):
             return
 
 
 def caller_of(spec: RankSpec, me: LaneEnd) -> GlooCaller:
-    """What opens the lanes of a prefill rank."""
-    return GlooCaller(me, carriers_of(platform_of(spec.instance.device), spec.local_rank))
+    """What opens the lanes of a prefill rank. Raises ConfigError."""
+    return GlooCaller(me, LaneMakers.of(spec))
 
 
 def listener_of(spec: RankSpec, me: LaneEnd, address: tuple[str, int], timeout_s: float) -> GlooListener:
-    """What hears of the lanes to a decode rank."""
-    carrier = carriers_of(platform_of(spec.instance.device), spec.local_rank)
-    return GlooListener(me, address, timeout_s, carrier=carrier)
+    """What hears of the lanes to a decode rank. Raises ConfigError."""
+    return GlooListener(me, address, timeout_s, makers=LaneMakers.of(spec))

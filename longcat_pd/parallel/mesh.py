@@ -14,7 +14,7 @@ from longcat_pd.parallel.collectives import AxisGroup, Collectives
 from longcat_pd.parallel.communicators import APART, SILENT, Communicator, communicator
 from longcat_pd.parallel.layout import AxisName, CacheShard, ParallelLayout
 from longcat_pd.parallel.line import Line
-from longcat_pd.parallel.listening import store_server
+from longcat_pd.parallel.listening import Listeners, store_server
 from longcat_pd.parallel.platform import Platform, platform_of
 from longcat_pd.parallel.traffic import Traffic
 from longcat_pd.progress.steps import Tell, untold
@@ -65,8 +65,15 @@ class Mesh:
         layout, platform = ParallelLayout.of(spec.instance.parallel), platform_of(spec.instance.device)
         if layout.world_size == 1:
             return cls(layout, 0, {}, platform=platform)
-        _meet(spec, layout.world_size, platform)
-        groups = _make_groups(spec, layout, platform)
+        listeners = Listeners()
+        listeners.begin()
+        try:
+            _meet(spec, layout.world_size, platform)
+            groups = _make_groups(spec, layout, platform)
+        finally:
+            listeners.note()
+        if platform.is_joined_at_once:  # the rendezvous has served too: behind the last group all ranks have met
+            listeners.deafen(f"groups of rank {spec.rank}")
         return cls(layout, spec.rank, groups, platform=platform, local_rank=spec.local_rank)
 
     def axis(self, name: AxisName) -> AxisGroup:

@@ -188,6 +188,7 @@ class Platform:
         torch_device: name of the torch device.
         is_indexed: whether ranks of a node have devices of their own.
         collective_backend: backend of torch.distributed.
+        is_joined_at_once: whether all pairs of a group are connected when it has been made, and nobody calls later.
         collectives: how collectives are carried out (``collectives.COLLECTIVES``).
         runtime: the device's software.
         scheduling_policy: policy of ``os.sched_setscheduler`` for rank processes; None leaves the default. On CPU it is
@@ -205,6 +206,7 @@ class Platform:
     collective_backend: str
     collectives: str
     runtime: Runtime
+    is_joined_at_once: bool = False
     scheduling_policy: int | None = None
     threads: int | None = None
     join_limit_s: float = 20.0
@@ -230,6 +232,7 @@ _PLATFORMS = {
         collective_backend="gloo",
         collectives="pairwise",
         runtime=HostRuntime(),
+        is_joined_at_once=True,
         scheduling_policy=os.SCHED_BATCH,
         threads=1,
     ),

@@ -31,6 +31,7 @@ _STACKS = signal.SIGUSR1
 _RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # more threads than cores cost a hundredfold
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # a rank imports the software of its device, the forkserver must not
+    "TORCH_GLOO_LAZY_INIT": "0",  # a group that has been made is joined, and what listened for it is deafened
 }
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "lo"

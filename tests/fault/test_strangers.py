@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
+import resource
 import socket
+import struct
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,6 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from longcat_pd.config.resolve import load
 from longcat_pd.curve import Admission, Seal
+from longcat_pd.fault.signals import ranks_of
 from longcat_pd.kv_transfer.control import CONTROL
 from longcat_pd.kv_transfer.messages import Abort, Beat
 from longcat_pd.wire import AsyncSocket, Unsendable, tcp
@@ -21,6 +26,70 @@ from tests.parity.conftest import MakeCheckpoint
 from tests.topology import Topology, cluster_file, pools
 
 PROMPT = list(range(3, 43))
+
+
+FEW_FILES = 24  # that a rank may open more
+
+
+def listening_ports(pid: int) -> set[int]:
+    files = Path(f"/proc/{pid}/fd")
+    inodes = set()
+    for file in files.iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(str(file.readlink()))
+    ports = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+            ports.add(int(fields[1].split(":")[1], 16))
+    return ports
+
+
+@contextlib.contextmanager
+def few_files(pid: int) -> Iterator[None]:
+    """It soon has none left, if it takes whoever comes."""
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    highest = max(int(file.name) for file in Path(f"/proc/{pid}/fd").iterdir())
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (highest + FEW_FILES, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+def as_gloo_says(pick: random.Random) -> Iterator[bytes]:
+    """Who one is for the listener, then messages: too long, cut, of no kind, for no receiver; and nothing of that."""
+    for pair in (*range(6), -1, 1 << 62):
+        who = struct.pack("<q", pair)
+        for kind in (0, 1, 2, 3, 77):
+            yield who + struct.pack("<6Q", 48 + (1 << 20), kind, 0, 0, 1 << 20, 0) + bytes(5000)
+        yield who
+        yield who[:3]
+        yield who + pick.randbytes(300)
+    yield b""
+
+
+async def call_beside(ports: set[int], pick: random.Random) -> set[int]:
+    """The ports of this machine that took a connection. All are called at once, each often."""
+
+    async def call(port: int, data: bytes) -> int | None:
+        try:
+            async with asyncio.timeout(2.0):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except (TimeoutError, OSError):
+            return None
+        with contextlib.suppress(OSError):
+            writer.write(data)
+            await writer.drain()
+        left.append(writer)
+        return port
+
+    left: list[asyncio.StreamWriter] = []
+    took = await asyncio.gather(*(call(port, data) for port in ports for data in as_gloo_says(pick)))
+    await asyncio.sleep(0.5)  # nobody hangs up before they are all there
+    for writer in left:
+        writer.transport.abort()
+    return {port for port in took if port is not None}
 
 
 def garbage(address: tuple[str, int], pick: random.Random) -> None:
@@ -81,7 +150,7 @@ async def test_strangers_on_every_port_disturb_nobody(tiny: MakeCheckpoint, tmp_
         answering = asyncio.ensure_future(topology.complete(PROMPT, max_tokens=60))
         for name, parts in topology.parts.items():
             host, first = parts.spec.host, parts.spec.http_port
-            places = [first + offset for offset in ((1, 2, 3, 5) if name == "d0" else (2, 3, 4))]
+            places = [first + offset for offset in ((1, 2, 3, 5) if name == "d0" else (2, 3))]
             for port in places:
                 await asyncio.to_thread(garbage, (host, port), pick)
             for offset in (1, 2, 3) if name == "d0" else (2, 3):
@@ -97,3 +166,26 @@ async def test_strangers_on_every_port_disturb_nobody(tiny: MakeCheckpoint, tmp_
         for path in ("/debug/accounting", "/server_info"):
             answer = await topology.client.get(f"http://{d0.host}:{d0.http_port}{path}")
             assert answer.status_code == 401
+
+
+async def test_who_joins_ranks_hears_nobody_once_they_are_joined(tiny: MakeCheckpoint, tmp_path: Path) -> None:
+    """gloo ends the process when its files are used up, and takes a stranger for a peer that it waits for."""
+    config = load(
+        cluster_file(
+            tmp_path, tiny("2.0", with_tokenizer=True), prefill={"pp_size": 2}, decode={"kvp_size": 2, "attn_tp_size": 2}
+        )
+    )
+    async with pools(config) as topology, contextlib.AsyncExitStack() as stack:
+        undisturbed = await topology.complete(PROMPT)
+        alive, ranks = await incarnations(topology), ranks_of(os.getpid())
+        ports = {pid: listening_ports(pid) for pid in ranks}
+        assert len(ranks) == 4 and all(len(each) >= 4 for each in ports.values()), "two groups and two lanes each"
+        for pid in ranks:
+            stack.enter_context(few_files(pid))
+        answering = asyncio.ensure_future(topology.complete(PROMPT, max_tokens=60))
+        took = await call_beside(set.union(*ports.values()), random.Random(2))
+        assert took == {topology.parts["d0"].spec.http_port + 5}
+        assert len((await answering)["token_ids"]) == 60
+        assert (await topology.complete(PROMPT))["token_ids"] == undisturbed["token_ids"]
+        await topology.idle_within(10.0)
+        assert (await incarnations(topology), ranks_of(os.getpid())) == (alive, ranks)

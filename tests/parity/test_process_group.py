@@ -20,8 +20,9 @@ from longcat_pd.kv_transfer import process_group
 from longcat_pd.kv_transfer.arrival import ArrivalLanes
 from longcat_pd.kv_transfer.device_pair import carriers_of, no_carrier
 from longcat_pd.kv_transfer.frames import HEADER_INTS
+from longcat_pd.kv_transfer.meeting import Signature
 from longcat_pd.kv_transfer.messages import Arrival, Push
-from longcat_pd.kv_transfer.process_group import GlooCaller, GlooListener
+from longcat_pd.kv_transfer.process_group import GlooCaller, GlooListener, LaneMakers
 from longcat_pd.kv_transfer.push import PrefillShape, PushLanes
 from longcat_pd.kv_transfer.sides import LaneOptions
 from longcat_pd.kv_transfer.transport import LaneClosed, LaneEnd
@@ -50,7 +51,7 @@ def prefill_rank(pipe: Connection, port: int, incarnation: str, timeout_s: float
     for entry in cache.spec.entries:
         for block in range(16):
             cache.tensor(entry.name)[block] = value(entry.name, block)
-    reports, caller = Reports(), GlooCaller(me, CARRIERS[is_carried])
+    reports, caller = Reports(), GlooCaller(me, LaneMakers(CARRIERS[is_carried]))
     shape = PrefillShape(layers_per_stage=(LAYERS,), cp_size=1)
     options = LaneOptions(digest="all", timeout_s=timeout_s, connect_timeout_s=5.0)
     lanes = PushLanes(me, shape, cache=cache, caller=caller, options=options, report=reports)
@@ -124,7 +125,7 @@ class Decode:
         self.is_carried = is_carried
         me = LaneEnd("d0", "d", 0)
         self.cache = KVCache(spec(range(LAYERS)), 16, BLOCK, CPU)
-        self.listener = GlooListener(me, ("127.0.0.1", 0), 5.0, carrier=CARRIERS[is_carried])
+        self.listener = GlooListener(me, ("127.0.0.1", 0), 5.0, makers=LaneMakers(CARRIERS[is_carried]))
         self.reports = Reports()
         options = LaneOptions(digest="all", timeout_s=timeout_s, connect_timeout_s=5.0)
         self.lanes = ArrivalLanes(me, 1, cache=self.cache, listener=self.listener, options=options, report=self.reports)
@@ -273,7 +274,7 @@ def test_calls_are_heard_once_and_in_order_however_many_are_waiting(monkeypatch:
         for number in range(first, first + 20):
             store = process_group._connect(listener.address, 5.0)
             record = process_group._CallRecord(LaneEnd("p0", "p", number), target, "w")
-            process_group._write_call(store, target, to_json(record), 20.0)
+            process_group._write_call(store, target, to_json(record), Signature(b""), 20.0)
         for number in range(first, first + 20):
             call = listener.next_call()
             assert call is not None and call.source.rank == number

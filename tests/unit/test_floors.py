@@ -41,6 +41,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "parallel/line.py",
         "parallel/native.py",
         "parallel/pairwise.py",
+        "kv_transfer/meeting.py",
         "kv_transfer/process_group.py",
     ),
     "zmq": ("curve.py", "wire.py"),
