@@ -6,7 +6,7 @@ deadlines between messages and the end of a lane are gloo's everywhere.
 Owns the meeting of the two ends: a TCPStore that the decode instance's rank 0 serves. A source writes who it is under the
 first free number of the target rank's calls, in one step, so that none is taken and left empty by one that dies; the target
 waits for the numbers in order. Both ends then make the group under a name that holds both incarnations and a word of this
-call alone, so every new lane between the same two ranks has a new name. What is written there is signed (``meeting.py``).
+call alone, so every new lane between the same two ranks has a new name. All of it is signed (``parallel/meeting.py``).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch.distributed import DistError, PrefixStore, ProcessGroupGloo, TCPStore
 
 from longcat_pd.config.schema import RankSpec
 from longcat_pd.kv_transfer.device_pair import SOURCE, TARGET, Carrier, MakeCarrier, carriers_of, no_carrier
-from longcat_pd.kv_transfer.meeting import Signature, Unsigned, make_pair
 from longcat_pd.kv_transfer.transport import LaneClosed, LaneEnd, LaneTimeout
 from longcat_pd.log import Refusals
 from longcat_pd.parallel.listening import store_server
+from longcat_pd.parallel.meeting import Signature, Unsigned, make_pair
 from longcat_pd.parallel.platform import platform_of
 from longcat_pd.wire import MalformedRecord, from_json, to_json
 

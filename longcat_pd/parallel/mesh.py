@@ -15,6 +15,7 @@ from longcat_pd.parallel.communicators import APART, SILENT, Communicator, commu
 from longcat_pd.parallel.layout import AxisName, CacheShard, ParallelLayout
 from longcat_pd.parallel.line import Line
 from longcat_pd.parallel.listening import Listeners, store_server
+from longcat_pd.parallel.meeting import Signature, SignedStore, Unsigned, prove
 from longcat_pd.parallel.platform import Platform, platform_of
 from longcat_pd.parallel.traffic import Traffic
 from longcat_pd.progress.steps import Tell, untold
@@ -65,16 +66,7 @@ class Mesh:
         layout, platform = ParallelLayout.of(spec.instance.parallel), platform_of(spec.instance.device)
         if layout.world_size == 1:
             return cls(layout, 0, {}, platform=platform)
-        listeners = Listeners()
-        listeners.begin()
-        try:
-            _meet(spec, layout.world_size, platform)
-            groups = _make_groups(spec, layout, platform)
-        finally:
-            listeners.note()
-        if platform.is_joined_at_once:  # the rendezvous has served too: behind the last group all ranks have met
-            listeners.deafen(f"groups of rank {spec.rank}")
-        return cls(layout, spec.rank, groups, platform=platform, local_rank=spec.local_rank)
+        return _join(spec, layout, platform)
 
     def axis(self, name: AxisName) -> AxisGroup:
         """The group of an axis; of size 1 where the layout does not split along it, or its ranks never talk along it."""
@@ -128,6 +120,40 @@ class Mesh:
         return AxisGroup(name, size, rank, line, collectives=self.platform.collectives)
 
 
+def _join(spec: RankSpec, layout: ParallelLayout, platform: Platform) -> Mesh:
+    """Raises RankLost, and ConfigError for a key file that cannot be read."""
+    signature = Signature.of_file(spec.instance.cluster_key_file)
+    listeners = Listeners()
+    listeners.begin()
+    try:
+        store = _meet(spec, layout.world_size, platform, signature)  # held as long as groups are made by way of it
+        groups = _make_groups(spec, layout, platform)
+    finally:
+        listeners.note()
+    if platform.is_joined_at_once:  # the rendezvous has served too: behind the last group all ranks have met
+        listeners.deafen(f"groups of rank {spec.rank}")
+        _prove(spec, layout, groups, signature)
+    del store
+    return Mesh(layout, spec.rank, groups, platform=platform, local_rank=spec.local_rank)
+
+
+def _prove(spec: RankSpec, layout: ParallelLayout, groups: dict[AxisName, dist.ProcessGroup], signature: Signature) -> None:
+    """Whoever came first to a place in a group has it; it must be a rank. Raises RankLost."""
+    limit = timedelta(seconds=platform_of(spec.instance.device).join_limit_s)
+    proven: set[str] = set()
+    for axis, group in groups.items():  # in the order of the layout, so everywhere the same
+        if group.group_name in proven:
+            continue
+        proven.add(group.group_name)
+        ranks, me = layout.group_of(spec.rank, axis), layout.coordinate(spec.rank, axis)
+        others = [place for place in range(len(ranks)) if place != me]
+        name = f"{spec.incarnation}/{group.group_name}"
+        try:
+            prove(group, name, me, others, signature=signature, limit=limit)
+        except RuntimeError as error:
+            raise RankLost(f"rank {spec.rank}: group of ranks {', '.join(map(str, ranks))}: {error}") from error
+
+
 def _make_groups(spec: RankSpec, layout: ParallelLayout, platform: Platform) -> dict[AxisName, dist.ProcessGroup]:
     """This rank's group of each axis; which axes share one, ``communicators.py`` says."""
     # the driver judges a slow step first, once for each heartbeat; a collective gives up only after the driver has
@@ -154,16 +180,24 @@ def _store(place: tuple[str, int], world_size: int, limit: timedelta, *, serve: 
     return kind(**told, world_size=world_size, is_master=serve, timeout=limit)
 
 
-def _meet(spec: RankSpec, world_size: int, platform: Platform) -> None:
-    """Makes the group of all ranks, which computes nothing. Raises RankLost (of RuntimeError are all errors here)."""
+def _meet(spec: RankSpec, world_size: int, platform: Platform, signature: Signature) -> Any:
+    """Makes the group of all ranks, which computes nothing. Returns the store by way of which others are made.
+
+    Raises RankLost (of RuntimeError are all errors here).
+    """
     limit = timedelta(seconds=platform.join_limit_s)
     place = spec.rendezvous_host, spec.rendezvous_port
     backend = platform.collective_backend
     try:
         store = _store(place, world_size, limit, serve=spec.rank == 0)
+        if platform.is_joined_at_once:
+            store = SignedStore(store, spec.incarnation, signature=signature, limit=limit)
         dist.init_process_group(backend, store=store, rank=spec.rank, world_size=world_size, timeout=limit)
+    except Unsigned as error:
+        raise RankLost(f"rank {spec.rank}: {error}") from error
     except (OSError, RuntimeError) as error:
         text = (
             f"not all {world_size} ranks came to the rendezvous at {place[0]}:{place[1]} within {platform.join_limit_s:g} s"
         )
         raise RankLost(f"rank {spec.rank}: {text}") from error
+    return store

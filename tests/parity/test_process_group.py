@@ -20,12 +20,12 @@ from longcat_pd.kv_transfer import process_group
 from longcat_pd.kv_transfer.arrival import ArrivalLanes
 from longcat_pd.kv_transfer.device_pair import carriers_of, no_carrier
 from longcat_pd.kv_transfer.frames import HEADER_INTS
-from longcat_pd.kv_transfer.meeting import Signature
 from longcat_pd.kv_transfer.messages import Arrival, Push
 from longcat_pd.kv_transfer.process_group import GlooCaller, GlooListener, LaneMakers
 from longcat_pd.kv_transfer.push import PrefillShape, PushLanes
 from longcat_pd.kv_transfer.sides import LaneOptions
 from longcat_pd.kv_transfer.transport import LaneClosed, LaneEnd
+from longcat_pd.parallel.meeting import Signature
 from longcat_pd.parallel.platform import platform_of
 from longcat_pd.wire import pack, to_json
 from tests.pretend import PairedRuntime
