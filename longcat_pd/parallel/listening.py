@@ -5,6 +5,9 @@ though it waits for nobody once the group's pairs are joined. Each costs a file 
 is left; one that comes while a pair is waited for may take its place. So what has served is deafened: a packet filter that
 lets nothing through, which any process may give a socket of its own (Linux). Whoever calls there gets no answer;
 connections that were taken before go on.
+
+gloo does not give its listener away, but it tells peers the address, as the system writes it. By that the listener is found
+among the files of the process, whatever else listens there.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import os
 import socket
 import stat
 import struct
-import threading
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TypedDict
 
@@ -24,7 +28,6 @@ _BACKLOG = 2048
 _FILES = Path("/proc/self/fd")
 _SO_ATTACH_FILTER = 26  # Linux; Python has no name for it
 _DROP_ALL = struct.pack("=HBBI", 0x06, 0, 0, 0)  # one instruction: let zero bytes of a packet through
-_BEGINNING = threading.RLock()  # held where something begins to listen, so that who looks knows what is whose
 
 
 class StoreServer(TypedDict):
@@ -43,8 +46,7 @@ def store_server(host: str, port: int) -> StoreServer:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        with _BEGINNING:
-            listener.listen(_BACKLOG)
+        listener.listen(_BACKLOG)
     except OSError:
         listener.close()
         raise
@@ -52,70 +54,61 @@ def store_server(host: str, port: int) -> StoreServer:
     return StoreServer(host_name=host, port=taken, master_listen_fd=listener.detach())
 
 
-class Listeners:
-    """What begins to listen in this process between ``begin`` and ``note``, to be deafened when it has served.
+def address_of(number: int) -> bytes:
+    """Where the socket of that file listens, as the system writes it and gloo after it. Raises OSError."""
+    with _opened(number) as same:
+        return _written(same)
 
-    One thread calls both, and others that begin or serve a store wait meanwhile: where a process makes several groups
-    beside each other, nothing between the two may wait for another process.
+
+def deafen(words: Iterable[bytes], purpose: str) -> None:
+    """What listens in this process at an address that stands in one of the words hears nobody from now on.
+
+    A word without such an address, and what cannot be done, is logged. ``purpose``: what they listened for.
     """
-
-    def __init__(self) -> None:
-        self._before: frozenset[tuple[int, int]] = frozenset()
-        self._noted: frozenset[tuple[int, int]] = frozenset()
-        self._is_looking = False
-
-    def begin(self) -> None:
-        """From here on."""
-        _BEGINNING.acquire()
-        self._is_looking = True
-        self._before = _listening()
-
-    def note(self) -> None:
-        """Up to here. Again: nothing."""
-        if self._is_looking:
-            self._noted = _listening() - self._before
-            self._is_looking = False
-            _BEGINNING.release()
-
-    def deafen(self, purpose: str) -> None:
-        """Nobody else is heard there. What cannot be done is logged. ``purpose``: what they listened for."""
-        if not self._noted:
-            logger().error("listener_stays_open", purpose=purpose, reason=f"nothing new that listens is in {_FILES}")
-        for number, inode in self._noted:
-            try:
-                _deafen(number, inode)
-            except OSError as error:
-                logger().error("listener_stays_open", purpose=purpose, reason=str(error))
-
-
-def _listening() -> frozenset[tuple[int, int]]:
-    """(file, inode) of each socket of this process that takes connections. Empty where there is no /proc."""
-    found = set()
-    for file in list(_FILES.iterdir()) if _FILES.is_dir() else ():
-        number = int(file.name)
+    unknown = set(words)
+    for listener in _listening():
+        address = _written(listener)
+        served = {word for word in unknown if address in word}
+        unknown -= served
         try:
-            state = os.fstat(number)
-            if stat.S_ISSOCK(state.st_mode) and _takes_connections(number):
-                found.add((number, state.st_ino))
-        except OSError:  # it was closed meanwhile
-            continue
-    return frozenset(found)
+            if served:
+                _let_nothing_through(listener)
+        except OSError as error:
+            logger().error("listener_stays_open", purpose=purpose, reason=str(error))
+    if unknown:
+        logger().error("listener_stays_open", purpose=purpose, reason=f"{len(unknown)} of them are not in {_FILES}")
 
 
-def _takes_connections(number: int) -> bool:
-    with _opened(number) as same:
-        is_tcp = same.family in (socket.AF_INET, socket.AF_INET6) and same.type == socket.SOCK_STREAM
-        return is_tcp and bool(same.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+def _listening() -> Iterator[socket.socket]:
+    """Each socket of this process that takes connections, open until the next is asked for. Without /proc: none."""
+    for file in list(_FILES.iterdir()) if _FILES.is_dir() else ():
+        with suppress(OSError):  # it was closed meanwhile
+            number = int(file.name)
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):  # to close a copy of another file would end its locks
+                continue
+            with _opened(number) as same:
+                if _takes_connections(same):
+                    yield same
 
 
-def _deafen(number: int, inode: int) -> None:
+def _takes_connections(found: socket.socket) -> bool:
+    is_tcp = found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
+    return is_tcp and bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _written(listener: socket.socket) -> bytes:
+    """The first fields of struct sockaddr_in or sockaddr_in6."""
+    host, port, *rest = listener.getsockname()
+    flow = struct.pack("!I", rest[0]) if rest else b""
+    packed = socket.inet_pton(listener.family, host.partition("%")[0])
+    return struct.pack("=H", listener.family) + struct.pack("!H", port) + flow + packed
+
+
+def _let_nothing_through(listener: socket.socket) -> None:
     """Raises OSError."""
-    with _opened(number) as same:
-        if os.fstat(same.fileno()).st_ino != inode:
-            return  # it is closed, and the number another file's
-        program = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
-        told = struct.pack("@HP", 1, ctypes.addressof(program))  # struct sock_fprog: count, padding, address
-        same.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, told)
+    program = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
+    told = struct.pack("@HP", 1, ctypes.addressof(program))  # struct sock_fprog: count, padding, address
+    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, told)
 
 
 def _opened(number: int) -> socket.socket:

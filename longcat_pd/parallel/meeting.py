@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from longcat_pd.config.keys import read_cluster_keys
-from longcat_pd.parallel.listening import Listeners
+from longcat_pd.parallel.listening import deafen
 
 _PURPOSE = b"longcat_pd ranks"
 _MARK_BYTES = hashlib.sha256().digest_size
@@ -64,30 +64,24 @@ class SignedStore(Store):
     Args:
         name: of the meeting; no other one ever has it.
         limit: of a wait that names none.
-        began: called before each word of this end, so before that by which a group tells where it listens.
+
+    Attributes:
+        told: words of this end, by which each of its groups tells where it listens.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        name: str,
-        *,
-        signature: Signature,
-        limit: timedelta,
-        began: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, store: Store, name: str, *, signature: Signature, limit: timedelta) -> None:
         super().__init__()
         self._store: Any = store  # its stub knows values as str; they are bytes too
         self._name = name
         self._signature = signature
         self._limit = limit
-        self._began = began
+        self.told: list[bytes] = []
 
     def set(self, key: str, value: Any) -> None:
         """Write; bytes or str."""
-        self._began()
-        place = self._place(key)
-        self._store.set(place, self._signature.sign(place, value if isinstance(value, bytes) else value.encode()))
+        place, word = self._place(key), value if isinstance(value, bytes) else value.encode()
+        self.told.append(word)
+        self._store.set(place, self._signature.sign(place, word))
 
     def get(self, key: str) -> bytes:
         """Read, once it is there. Raises Unsigned."""
@@ -116,20 +110,17 @@ def make_pair(store: Store, name: str, me: int, *, signature: Signature, limit: 
 
     Raises RuntimeError, as gloo does, and Unsigned.
     """
-    listeners = Listeners()
-    listeners.begin()
-    try:
-        meeting = SignedStore(store, name, signature=signature, limit=limit, began=listeners.note)
-        group = ProcessGroupGloo(meeting, me, 2, limit)
-    finally:
-        listeners.note()
-    listeners.deafen(name)
+    meeting = SignedStore(store, name, signature=signature, limit=limit)
+    group = ProcessGroupGloo(meeting, me, 2, limit)
+    deafen(meeting.told, name)
     prove(group, name, me, [1 - me], signature=signature, limit=limit)
     return group
 
 
 def prove(group: Any, name: str, me: int, others: Sequence[int], *, signature: Signature, limit: timedelta) -> None:
     """Show the other places of a group that this one has the key, and see that they have it. All of them call it.
+
+    When it returns, all others have begun it: none of them needs the store any more by way of which they joined.
 
     Raises RuntimeError, as the group does, and Unsigned.
     """

@@ -14,7 +14,7 @@ from longcat_pd.parallel.collectives import AxisGroup, Collectives
 from longcat_pd.parallel.communicators import APART, SILENT, Communicator, communicator
 from longcat_pd.parallel.layout import AxisName, CacheShard, ParallelLayout
 from longcat_pd.parallel.line import Line
-from longcat_pd.parallel.listening import Listeners, store_server
+from longcat_pd.parallel.listening import address_of, deafen, store_server
 from longcat_pd.parallel.meeting import Signature, SignedStore, Unsigned, prove
 from longcat_pd.parallel.platform import Platform, platform_of
 from longcat_pd.parallel.traffic import Traffic
@@ -123,33 +123,30 @@ class Mesh:
 def _join(spec: RankSpec, layout: ParallelLayout, platform: Platform) -> Mesh:
     """Raises RankLost, and ConfigError for a key file that cannot be read."""
     signature = Signature.of_file(spec.instance.cluster_key_file)
-    listeners = Listeners()
-    listeners.begin()
-    try:
-        store = _meet(spec, layout.world_size, platform, signature)  # held as long as groups are made by way of it
-        groups = _make_groups(spec, layout, platform)
-    finally:
-        listeners.note()
-    if platform.is_joined_at_once:  # the rendezvous has served too: behind the last group all ranks have met
-        listeners.deafen(f"groups of rank {spec.rank}")
+    store = _meet(spec, layout.world_size, platform, signature)  # held as long as groups are made by way of it
+    groups = _make_groups(spec, layout, platform)
+    if platform.is_joined_at_once:  # the rendezvous has served too: all ranks are connected with it
+        deafen(store.told, f"groups of rank {spec.rank}")
         _prove(spec, layout, groups, signature)
     del store
     return Mesh(layout, spec.rank, groups, platform=platform, local_rank=spec.local_rank)
 
 
 def _prove(spec: RankSpec, layout: ParallelLayout, groups: dict[AxisName, dist.ProcessGroup], signature: Signature) -> None:
-    """Whoever came first to a place in a group has it; it must be a rank. Raises RankLost."""
+    """Whoever came first to a place in a group has it; it must be a rank. Raises RankLost.
+
+    The group of all ranks comes last: a rank is joined when its own pairs are, its peers may be on their way. Behind this
+    all are there, and rank 0 may leave, with whom the rendezvous ends.
+    """
     limit = timedelta(seconds=platform_of(spec.instance.device).join_limit_s)
-    proven: set[str] = set()
-    for axis, group in groups.items():  # in the order of the layout, so everywhere the same
-        if group.group_name in proven:
-            continue
-        proven.add(group.group_name)
-        ranks, me = layout.group_of(spec.rank, axis), layout.coordinate(spec.rank, axis)
+    proven = {group.group_name: (group, layout.group_of(spec.rank, axis)) for axis, group in groups.items()}
+    everybody: Any = dist.group.WORLD
+    proven[everybody.group_name] = everybody, tuple(range(layout.world_size))
+    for number, (group, ranks) in proven.items():  # in the order of the layout, so everywhere the same
+        me = ranks.index(spec.rank)
         others = [place for place in range(len(ranks)) if place != me]
-        name = f"{spec.incarnation}/{group.group_name}"
         try:
-            prove(group, name, me, others, signature=signature, limit=limit)
+            prove(group, f"{spec.incarnation}/{number}", me, others, signature=signature, limit=limit)
         except RuntimeError as error:
             raise RankLost(f"rank {spec.rank}: group of ranks {', '.join(map(str, ranks))}: {error}") from error
 
@@ -174,24 +171,20 @@ def _make_groups(spec: RankSpec, layout: ParallelLayout, platform: Platform) -> 
     return groups
 
 
-def _store(place: tuple[str, int], world_size: int, limit: timedelta, *, serve: bool) -> Any:
-    kind: Any = dist.TCPStore  # type: ignore[attr-defined]
-    told = store_server(*place) if serve else {"host_name": place[0], "port": place[1]}
-    return kind(**told, world_size=world_size, is_master=serve, timeout=limit)
-
-
 def _meet(spec: RankSpec, world_size: int, platform: Platform, signature: Signature) -> Any:
     """Makes the group of all ranks, which computes nothing. Returns the store by way of which others are made.
 
     Raises RankLost (of RuntimeError are all errors here).
     """
     limit = timedelta(seconds=platform.join_limit_s)
-    place = spec.rendezvous_host, spec.rendezvous_port
-    backend = platform.collective_backend
+    place, serves = (spec.rendezvous_host, spec.rendezvous_port), spec.rank == 0
+    backend, kind = platform.collective_backend, dist.TCPStore  # type: ignore[attr-defined]
     try:
-        store = _store(place, world_size, limit, serve=spec.rank == 0)
+        told: Any = store_server(*place) if serves else {"host_name": place[0], "port": place[1]}
+        store = kind(**told, world_size=world_size, is_master=serves, timeout=limit)
         if platform.is_joined_at_once:
             store = SignedStore(store, spec.incarnation, signature=signature, limit=limit)
+            store.told += [address_of(told["master_listen_fd"])] if serves else []
         dist.init_process_group(backend, store=store, rank=spec.rank, world_size=world_size, timeout=limit)
     except Unsigned as error:
         raise RankLost(f"rank {spec.rank}: {error}") from error

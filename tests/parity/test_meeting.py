@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import secrets
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
@@ -21,6 +22,7 @@ from longcat_pd.errors import RankLost
 from longcat_pd.kv_transfer import process_group
 from longcat_pd.kv_transfer.process_group import GlooCaller, GlooListener, LaneMakers
 from longcat_pd.kv_transfer.transport import LaneClosed, LaneEnd
+from longcat_pd.parallel import mesh as mesh_module
 from longcat_pd.parallel.meeting import Signature, SignedStore, Unsigned, make_pair
 from longcat_pd.parallel.mesh import Mesh
 from longcat_pd.parallel.platform import platform_of
@@ -158,6 +160,35 @@ def test_ranks_of_an_instance_have_one_key(tmp_path: Path, same: bool) -> None:
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("forkserver")) as ranks:
         said = [each.result(60.0) for each in [ranks.submit(joined, spec) for spec in specs]]
     assert said == ["", ""] if same else any("not signed with the key" in each for each in said)
+
+
+def joined_late(spec: RankSpec, late: int) -> tuple[float, float]:
+    """When this rank had made its groups, which takes the late one longer; and when it was joined."""
+    platform_of("cpu").prepare_rank()
+    make, made_at = mesh_module._make_groups, 0.0
+
+    def slowly(*given: Any) -> Any:
+        nonlocal made_at
+        time.sleep(1.0 if spec.rank == late else 0.0)
+        groups, made_at = make(*given), time.monotonic()
+        return groups
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh_module, "_make_groups", slowly)
+        mesh = Mesh.join(spec)
+    joined_at = time.monotonic()
+    mesh.leave()
+    return made_at, joined_at
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_nobody_is_joined_before_all_are(tmp_path: Path, late: int) -> None:
+    """Else rank 0 might leave, and the rendezvous with it, while others are on their way: no group of an axis holds it up."""
+    start_server()
+    specs = rank_specs(tmp_path, ParallelConfig(dp_size=2))
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("forkserver")) as ranks:
+        said = [each.result(60.0) for each in [ranks.submit(joined_late, spec, late) for spec in specs]]
+    assert min(joined_at for _, joined_at in said) >= max(made_at for made_at, _ in said)
 
 
 def test_words_are_good_for_one_place() -> None:

@@ -1,8 +1,10 @@
-"""parallel/listening.py: what began to listen is found, and hears nobody after it has served."""
+"""parallel/listening.py: what listens where it was told of is found, and hears nobody after it has served."""
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from longcat_pd.parallel import listening
-from longcat_pd.parallel.listening import Listeners, store_server
+from longcat_pd.parallel.listening import address_of, deafen, store_server
 
 REACHED_S = 0.3  # on this machine a connection that is taken is there at once
 
@@ -24,16 +26,21 @@ def serving() -> Iterator[list[socket.socket]]:
         each.close()
 
 
-def listen() -> socket.socket:
-    found = socket.socket()
-    found.bind(("127.0.0.1", 0))
+def listen(host: str = "127.0.0.1") -> socket.socket:
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    found.bind((host, 0))
     found.listen(8)
     found.settimeout(5.0)
     return found
 
 
+def word(listener: socket.socket) -> bytes:
+    """As gloo tells it: among other things."""
+    return b"\x02\0\0\0name" + address_of(listener.fileno()) + bytes(100)
+
+
 def reaches(listener: socket.socket) -> bool:
-    with socket.socket() as caller:
+    with socket.socket(listener.family) as caller:
         caller.settimeout(REACHED_S)
         try:
             caller.connect(listener.getsockname())
@@ -43,17 +50,13 @@ def reaches(listener: socket.socket) -> bool:
 
 
 def test_who_has_served_hears_nobody_new_and_those_it_has_taken_go_on(serving: list[socket.socket]) -> None:
-    older, listeners = listen(), Listeners()
-    listeners.begin()
-    newer = listen()
-    listeners.note()
-    later = listen()
-    serving += [older, newer, later]
-    calling = socket.create_connection(newer.getsockname(), timeout=5.0)
-    taken, _ = newer.accept()
+    listeners = [listen() for _ in range(4)]
+    serving += listeners
+    calling = socket.create_connection(listeners[1].getsockname(), timeout=5.0)
+    taken, _ = listeners[1].accept()
     serving += [calling, taken]
-    listeners.deafen("a test")
-    assert [reaches(each) for each in (older, newer, later)] == [True, False, True]
+    deafen([word(listeners[1]), word(listeners[3])], "a test")
+    assert [reaches(each) for each in listeners] == [True, False, True, False]
     for number in range(100):  # the filter is the listener's alone
         calling.sendall(bytes([number]) * 1000)
         assert len(taken.recv(1000, socket.MSG_WAITALL)) == 1000
@@ -61,87 +64,92 @@ def test_who_has_served_hears_nobody_new_and_those_it_has_taken_go_on(serving: l
         assert calling.recv(4, socket.MSG_WAITALL) == b"back"
 
 
-def test_connected_sockets_and_others_are_no_listeners(serving: list[socket.socket]) -> None:
-    listeners = Listeners()
+def test_an_address_is_as_the_system_writes_it(serving: list[socket.socket]) -> None:
     listener = listen()
-    listeners.begin()
+    serving.append(listener)
+    port = listener.getsockname()[1]
+    assert address_of(listener.fileno()) == struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + b"\x7f\0\0\x01"
+
+
+def test_addresses_of_the_longer_kind(serving: list[socket.socket]) -> None:
+    try:
+        listeners = [listen("::1") for _ in range(2)]
+    except OSError:
+        pytest.skip("this machine has none")
+    serving += listeners
+    port = listeners[0].getsockname()[1]
+    told = struct.pack("=H", socket.AF_INET6) + struct.pack("!HI", port, 0) + bytes(15) + b"\x01" + bytes(4)
+    deafen([told], "a test")
+    assert [reaches(each) for each in listeners] == [False, True]
+
+
+def test_connected_sockets_and_others_are_no_listeners(serving: list[socket.socket], tmp_path: Path) -> None:
+    listener = listen()
     ours, theirs = socket.socketpair()
+    local = socket.socket(socket.AF_UNIX)
+    local.bind(str(tmp_path / "s"))
+    local.listen(1)
     calling = socket.create_connection(listener.getsockname(), timeout=5.0)
+    taken, _ = listener.accept()  # has the listener's address
     datagrams = socket.socket(type=socket.SOCK_DGRAM)
     datagrams.bind(("127.0.0.1", 0))
-    serving += [listener, ours, theirs, calling, datagrams]
-    assert listening._listening() == listeners._before
-    listeners.note()
+    serving += [listener, ours, theirs, local, calling, taken, datagrams]
+    found = [each.getsockname() for each in listening._listening()]
+    assert found.count(listener.getsockname()) == 1
+    assert not {calling.getsockname(), datagrams.getsockname()} & set(found)
+
+
+def test_to_look_leaves_locks_of_files_alone(tmp_path: Path, serving: list[socket.socket]) -> None:
+    """Whoever closes a copy of a file gives up the process's locks on it."""
+    with (tmp_path / "locked").open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        listener = listen()
+        serving.append(listener)
+        deafen([word(listener)], "a test")
+        inode = f":{(tmp_path / 'locked').stat().st_ino} "
+        assert any(inode in lock for lock in Path("/proc/locks").read_text().splitlines())
 
 
 def test_groups_that_are_made_beside_each_other_find_their_own(serving: list[socket.socket]) -> None:
-    found: dict[int, tuple[socket.socket, Listeners]] = {}
-
-    def make(number: int) -> None:
-        listeners = Listeners()
-        listeners.begin()
-        found[number] = listen(), listeners
-        listeners.note()
-
-    threads = [threading.Thread(target=make, args=(number,)) for number in range(8)]
+    listeners, others = [listen() for _ in range(8)], [listen() for _ in range(8)]
+    serving += listeners + others
+    threads = [threading.Thread(target=deafen, args=([word(each)], "a test")) for each in listeners]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(10.0)
-    serving += [listener for listener, _ in found.values()]
-    for number in range(0, 8, 2):
-        found[number][1].deafen("a test")
-    assert [reaches(found[number][0]) for number in range(8)] == [False, True] * 4
+    assert [reaches(each) for each in listeners + others] == [False] * 8 + [True] * 8
 
 
-def test_a_store_is_nobody_elses(serving: list[socket.socket]) -> None:
-    """It waits until who looks has looked."""
-    listeners, told = Listeners(), []
-    listeners.begin()
-    serve = threading.Thread(target=lambda: told.append(store_server("127.0.0.1", 0)))
-    serve.start()
-    serve.join(0.2)
-    listeners.note()
-    serve.join(10.0)
-    serving.append(socket.socket(fileno=told[0]["master_listen_fd"]))
-    listeners.deafen("a test")
-    assert reaches(serving[0])
+def test_a_store_is_found_by_its_file(serving: list[socket.socket]) -> None:
+    told = [store_server("127.0.0.1", 0) for _ in range(2)]
+    serving += [socket.socket(fileno=each["master_listen_fd"]) for each in told]
+    deafen([address_of(told[0]["master_listen_fd"])], "a test")
+    assert [reaches(each) for each in serving] == [False, True]
 
 
-def test_a_number_that_is_another_files_by_now_is_left_alone(serving: list[socket.socket]) -> None:
-    listeners = Listeners()
-    listeners.begin()
-    gone = listen()
-    listeners.note()
-    number = gone.fileno()
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_what_is_not_found_is_said(
+    is_hidden: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], serving: list[socket.socket]
+) -> None:
+    gone, there = listen(), listen()
+    serving.append(there)
+    words = [word(gone), word(there)]
     gone.close()
-    other = listen()
-    serving.append(other)
-    assert other.fileno() == number
-    listeners.deafen("a test")
-    assert reaches(other)
-
-
-def test_what_cannot_be_done_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(listening, "_FILES", Path("/nowhere"))
-    listeners = Listeners()
-    listeners.begin()
-    with listen():
-        listeners.note()
-        listeners.deafen("groups of rank 3")
-    printed = capsys.readouterr()
-    assert "listener_stays_open" in printed.out + printed.err
-    assert "groups of rank 3" in printed.out + printed.err
+    if is_hidden:
+        monkeypatch.setattr(listening, "_FILES", Path("/nowhere"))
+    deafen(words, "groups of rank 3")
+    printed = "".join(capsys.readouterr())
+    assert "listener_stays_open" in printed and "groups of rank 3" in printed
+    assert ("2 of them" if is_hidden else "1 of them") in printed
+    assert reaches(there) == is_hidden
 
 
 def test_a_filter_that_is_refused_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], serving: list[socket.socket]
 ) -> None:
     monkeypatch.setattr(listening, "_SO_ATTACH_FILTER", 9999)
-    listeners = Listeners()
-    listeners.begin()
-    serving.append(listen())
-    listeners.note()
-    listeners.deafen("a lane")
-    printed = capsys.readouterr()
-    assert "listener_stays_open" in printed.out + printed.err
+    listener = listen()
+    serving.append(listener)
+    deafen([word(listener)], "a lane")
+    assert "listener_stays_open" in "".join(capsys.readouterr())
