@@ -183,7 +183,7 @@ def joined_late(spec: RankSpec, late: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_nobody_is_joined_before_all_are(tmp_path: Path, late: int) -> None:
-    """Else rank 0 might leave, and the rendezvous with it, while others are on their way: no group of an axis holds it up."""
+    """Else rank 0 might leave, and the rendezvous with it, while others are on their way: no axis holds it up."""
     start_server()
     specs = rank_specs(tmp_path, ParallelConfig(dp_size=2))
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("forkserver")) as ranks:
