@@ -181,7 +181,7 @@ def _meet(spec: RankSpec, world_size: int, platform: Platform, signature: Signat
     backend, kind = platform.collective_backend, dist.TCPStore  # type: ignore[attr-defined]
     try:
         told: Any = store_server(*place) if serves else {"host_name": place[0], "port": place[1]}
-        store = kind(**told, world_size=world_size, is_master=serves, timeout=limit)
+        store: Any = kind(**told, world_size=world_size, is_master=serves, timeout=limit)
         if platform.is_joined_at_once:
             store = SignedStore(store, spec.incarnation, signature=signature, limit=limit)
             store.told += [address_of(told["master_listen_fd"])] if serves else []
