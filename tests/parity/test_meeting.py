@@ -22,7 +22,7 @@ from longcat_pd.errors import RankLost
 from longcat_pd.kv_transfer import process_group
 from longcat_pd.kv_transfer.process_group import GlooCaller, GlooListener, LaneMakers
 from longcat_pd.kv_transfer.transport import LaneClosed, LaneEnd
-from longcat_pd.parallel import mesh as mesh_module
+from longcat_pd.parallel import joining
 from longcat_pd.parallel.meeting import Signature, SignedStore, Unsigned, make_pair
 from longcat_pd.parallel.mesh import Mesh
 from longcat_pd.parallel.platform import platform_of
@@ -165,7 +165,7 @@ def test_ranks_of_an_instance_have_one_key(tmp_path: Path, same: bool) -> None:
 def joined_late(spec: RankSpec, late: int) -> tuple[float, float]:
     """When this rank had made its groups, which takes the late one longer; and when it was joined."""
     platform_of("cpu").prepare_rank()
-    make, made_at = mesh_module._make_groups, 0.0
+    make, made_at = joining._make_groups, 0.0
 
     def slowly(*given: Any) -> Any:
         nonlocal made_at
@@ -174,7 +174,7 @@ def joined_late(spec: RankSpec, late: int) -> tuple[float, float]:
         return groups
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mesh_module, "_make_groups", slowly)
+        patch.setattr(joining, "_make_groups", slowly)
         mesh = Mesh.join(spec)
     joined_at = time.monotonic()
     mesh.leave()

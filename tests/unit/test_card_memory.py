@@ -11,7 +11,7 @@ import pytest
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.resolve import instance_spec, load
 from longcat_pd.config.schema import HcclConfig, HcclOptions, InstanceSpec, NpuConfig, RankSpec
-from longcat_pd.parallel import mesh
+from longcat_pd.parallel import joining
 from longcat_pd.parallel.communicators import communicators
 from longcat_pd.parallel.layout import ParallelLayout
 from longcat_pd.parallel.platform import platform_of
@@ -112,7 +112,7 @@ def test_a_rank_makes_the_groups_that_are_counted(monkeypatch: pytest.MonkeyPatc
     spec, _ = told(name)
     spec = replace(spec, npu=replace(spec.npu, is_moe_overlapped=is_overlapped))
     made: list[tuple[int, ...]] = []
-    monkeypatch.setattr(mesh.dist, "new_group", lambda ranks, **_: made.append(tuple(ranks)) or len(made))
+    monkeypatch.setattr(joining.dist, "new_group", lambda ranks, **_: made.append(tuple(ranks)) or len(made))
     layout = ParallelLayout.of(spec.parallel)
     rank = RankSpec(
         instance=spec,
@@ -123,7 +123,7 @@ def test_a_rank_makes_the_groups_that_are_counted(monkeypatch: pytest.MonkeyPatc
         rendezvous_host="",
         rendezvous_port=1,
     )
-    groups = mesh._make_groups(rank, layout, platform_of("cpu"))
+    groups = joining._make_groups(rank, layout, platform_of("cpu"))
     counted = communicators(layout, 9, spec.npu)
     assert sorted(made[int(group) - 1] for group in set(groups.values())) == sorted(
         wanted.ranks for wanted in set(counted.values())

@@ -68,7 +68,6 @@ def test_too_few_cores_are_refused_with_the_numbers(bound: list[list[int]]) -> N
 def test_a_rank_has_the_device_of_its_place_on_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     indexed = replace(platform_of("cpu"), torch_device="cuda", is_indexed=True)
     monkeypatch.setattr(mesh, "platform_of", lambda kind: indexed)
-    monkeypatch.setattr(mesh, "_meet", lambda *_: None)
-    monkeypatch.setattr(mesh, "_make_groups", lambda *_: {})
+    monkeypatch.setattr(mesh, "join_groups", lambda *_: {})
     devices = [Mesh.join(spec).device for spec in ranks(cores=0)]
     assert devices == 2 * [torch.device("cuda", index) for index in range(4)]

@@ -37,6 +37,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "torchair": ("kernels/npu", "engine/ge_graph.py", "engine/npugraph_ex.py", "parallel/platform.py"),
     "torch.distributed": (
         "parallel/mesh.py",
+        "parallel/joining.py",
         "parallel/collectives.py",
         "parallel/line.py",
         "parallel/meeting.py",
