@@ -3,6 +3,8 @@
 # ruff: noqa: E501 - tables
 
 import argparse
+import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
@@ -15,6 +17,9 @@ import pytest
 from longcat_pd.cluster import agent_logs, logs
 from longcat_pd.cluster.jobs import Event, Gone, Job, LogLine, LogPart, LogQuery
 from longcat_pd.cluster.log_order import HOLD_S, Held, Past
+from longcat_pd.cluster.processes import Process
+from longcat_pd.cluster.record import RunFolder, State
+from longcat_pd.cluster.telling import EXIT_NOT_RUNNING
 from longcat_pd.config.services import Service
 from longcat_pd.errors import ConfigError
 from longcat_pd.log import as_written
@@ -172,6 +177,17 @@ def test_a_time_that_goes_back_within_a_log_does_not_part_what_it_says(rig):
     rig.write("p0", "".join(f"2026-11-30T10:00:{second:02}.000Z info x\n" for second in (5, 1, 6)))
     rig.write("balancer", "2026-11-30T10:00:03.000Z info y\n")
     assert [text[17:19] for text in rig.texts()] == ["03", "05", "01", "06"]
+    times = [line.at for part in rig.says() for line in part.lines]
+    assert times == sorted(times), "so that nobody who sorts by them puts it elsewhere"
+
+
+def test_logs_of_what_was_started_are_where_it_writes_and_not_where_the_file_says_now(rig):
+    (rig.folder / "elsewhere.log").write_text("2026-11-30T10:00:00.000Z info here\n")
+    process = Process(name="p0", pid=1, started=0, life="", log=str(rig.folder / "elsewhere.log"), ready_url="")
+    state = State(config="", url="", drain_s=0.0, ports=(), processes=(process,))
+    (rig.folder / "run").mkdir()
+    RunFolder(rig.folder / "run").write(state)
+    assert [text[-4:] for text in rig.texts()] == ["here"]
 
 
 def test_parts_are_small(rig, monkeypatch):
@@ -221,8 +237,8 @@ def test_what_comes_is_held_for_what_is_older_and_comes_later():
     assert held.due == 100.0 + HOLD_S and held.ready(held.due - 0.1) == []
     assert shown(held.ready(held.due)) == [4, 5]
     assert shown(held.ready(101.0 + HOLD_S)) == [7] and held.due == float("inf")
-    held.add([line(1, "p0"), line(1, "d0"), line(1, "p0")], now=200.0)
-    assert [line.service for line in held.ready(300.0)] == ["p0", "d0", "p0"], "lines of one time keep their order"
+    held.add([line(1, "p0"), line(1, "d0"), line(1, "d1")], now=200.0)
+    assert [line.service for line in held.ready(300.0)] == ["p0", "d0", "d1"], "lines of one time keep their order"
 
 
 # ---------------------------------------------------------------------- all machines
@@ -244,8 +260,10 @@ class FakeSessions:
         self.all = self.open = list(sessions)
         self._news = [(session, Event(part=part)) for session in sessions for part in session.parts]
         self._news += [] if is_silent else [(session, None) for session in sessions]
+        self._is_silent = is_silent
 
     def news(self, deadline: float) -> Iterator[tuple[FakeSession, Event | None]]:
+        assert self._news or self._is_silent, "all have ended: nobody is waited for"
         while self._news:
             yield self._news.pop(0)
         self.open = []
@@ -284,6 +302,40 @@ def test_a_machine_that_does_not_answer_holds_nobody_up(capsys, monkeypatch):
     assert [(machine.name, problem) for machine, problem in teller.problems()] == [("b", "no answer within 0.05 s")]
 
 
+def test_a_machine_whose_agent_is_gone_is_named_and_what_it_had_said_is_told(capsys):
+    gone = FakeSession("b", part(1, 4), problem="the connection is lost")
+    sessions = FakeSessions(gone, FakeSession("a", part(2), part(3, is_live=True)))
+    teller = logs._Teller(sessions, CLUSTER)
+    teller.tell_past()
+    assert capsys.readouterr().out.count("\n") == 4
+    assert [(machine.name, problem) for machine, problem in teller.problems()] == [("b", "the connection is lost")]
+    gone.refusal = "another version"
+    assert [problem for _, problem in teller.problems()] == ["another version"]
+
+
+def test_what_comes_is_told_while_it_comes_and_to_the_end(capsys, monkeypatch):
+    sessions = FakeSessions(FakeSession("a", part(is_live=True)))
+    teller = logs._Teller(sessions, CLUSTER)
+    teller.tell_past()
+    (a,) = sessions.all
+    seen, rounds = [], [[part(5, 4, is_live=True)], [], [part(9, 7, is_live=True)]]
+
+    def news(deadline: float) -> Iterator[tuple[FakeSession, Event | None]]:
+        seen.append(capsys.readouterr().out)
+        yield from ((a, Event(part=told)) for told in rounds.pop(0))
+        now[0] += 1.0
+        sessions.open = [a] if rounds else []
+
+    now = [100.0]
+    monkeypatch.setattr(sessions, "news", news)
+    monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    monkeypatch.setattr(logs, "_say_all", lambda lines: print(*shown(lines), end=" "))
+    sessions.open = [a]
+    teller.tell_what_comes()
+    assert [text.split() for text in seen] == [[], [], ["4.0", "5.0"]], "each is held for 1.5 s, not for longer"
+    assert capsys.readouterr().out.split() == ["7.0", "9.0"], "what is held when all have ended"
+
+
 # ---------------------------------------------------------------------- command line
 
 
@@ -308,6 +360,24 @@ def options(*arguments: str) -> argparse.Namespace:
 )  # fmt: skip
 def test_what_an_operator_asks_for(arguments, query):
     assert logs._query(options(*arguments)) == query
+
+
+def test_a_node_that_is_none_of_the_cluster_is_refused_and_no_logs_are_no_success(monkeypatch, capsys):
+    machine = SimpleNamespace(name="n1", nodes=("n1", "n2"))
+    cluster = SimpleNamespace(
+        name="c",
+        machines=[machine],
+        config=CLUSTER.config,
+        agent=lambda verb: [],
+        job=lambda *_: SimpleNamespace(logs="/l"),
+    )
+    silent = FakeSessions(FakeSession("n1", dataclasses.replace(part(is_live=True), num_logs=0)))
+    monkeypatch.setattr(logs, "running_cluster_of", lambda _: cluster)
+    monkeypatch.setattr(logs, "Sessions", lambda _: contextlib.nullcontext(silent))
+    with pytest.raises(ConfigError, match="--node n3: not a machine of c; known: n1, n2"):
+        logs.main(options("--node", "n3"))
+    assert logs.main(options("--node", "n2")) == EXIT_NOT_RUNNING
+    assert capsys.readouterr().out == "c has no logs in /l\n"
 
 
 @pytest.mark.parametrize(("name", "value"), [("--since", "yesterday"), ("--since", "5"), ("--lines", "-1")])

@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 from longcat_pd import cli
 from longcat_pd.cluster import __main__ as run_pd
@@ -39,8 +40,11 @@ SITUATIONS = [
     "Digest mismatch", "Upgrade", "Drain", "Capacity", "Key rotation",
 ]  # fmt: skip
 OURS = {"KEY", "ADMIN", "d0", "p0", "balancer", "SERVICE.log.1", "http://BALANCER:8081/"}  # the reader's own
-FOREIGN = {"Authorization", "SIGTERM", "honor_labels: true", "record: {dir: DIR}", "{}"}
-COMMAND = re.compile(r"(?:bash deploy/)?(run_pd\.sh|longcat-pd|curl)\b(.*)")
+FOREIGN = {
+    "Authorization", "SIGTERM", "honor_labels: true", "{}", "pip install '.[cpu,otel]'",
+    "OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_CERTIFICATE", "TRACES_",
+}  # fmt: skip
+COMMAND = re.compile(r"(?:extra=\S+ )?(?:bash deploy/)?(run_pd\.sh|longcat-pd|curl)\b(.*)")
 NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 
@@ -50,7 +54,7 @@ def without_code_blocks(text: str) -> str:
 
 def marks(text: str) -> list[str]:
     """What stands in code marks, without that of the code blocks."""
-    return re.findall(r"`([^`]+)`", without_code_blocks(text))
+    return [" ".join(mark.split()) for mark in re.findall(r"`([^`]+)`", without_code_blocks(text))]
 
 
 def commands(text: str) -> list[str]:
@@ -170,6 +174,9 @@ def wrong_with(mark: str) -> str:
         return "" if any(re.search(rf"{mark.split()[0]}\b", text) for text in helps) else f"no option {mark}"
     if re.match(r"(GET )?/", mark):
         return "" if mark.split()[-1].partition("…")[0] in strings() | {"/admin/"} else f"no route {mark}"
+    if re.match(r"\w+: \{", mark):
+        ((section, fields),) = yaml.safe_load(mark).items()
+        return ", ".join(key for key in fields if f"{section}.{key}" not in names())
     if re.match(r"\w+\{", mark):
         metric, matchers = mark.removeprefix(PREFIX).split("{")
         suffix = "" if f"{PREFIX}{metric}" in BY_SERIES else "_bucket"  # all series of a histogram
@@ -237,7 +244,7 @@ def test_all_ten_situations_are_there_short_and_whole() -> None:
         "--chatty", "/admin/drained", "GET /stats", 'blocks{state="fre"}', 'block{state="free"}', "first_token_second",
         "LongcatRankMissing", "engine.rank_lost", "load_balancer.max_in_flight", "rank_gone", "overload",
         "request_finished otput=3", "… has mislaid …: rank …", "deploy/prometheus/alert.yml", "fail_over=1",
-        "transfer.digests=off",
+        "transfer.digests=off", "record: {dirs: DIR}",
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_found(mark: str) -> None:
