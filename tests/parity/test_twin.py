@@ -76,7 +76,7 @@ def test_padding_changes_nothing(checkpoint: Path) -> None:
     torch.testing.assert_close(padded, alone, rtol=1e-4, atol=1e-5)
 
 
-def test_dense_attention_is_sparse_attention_that_keeps_all(checkpoint: Path) -> None:
+def test_to_watch_changes_nothing_and_to_choose_does(checkpoint: Path) -> None:
     twin = twin_of(checkpoint)
     ids = torch.tensor([tokens_with_ends(60)])
     with torch.no_grad():
@@ -96,4 +96,25 @@ def test_an_indexer_learns_what_is_looked_at_and_nothing_else_learns_from_it(che
     assert len(now.index_losses) == 3
     torch.stack(now.index_losses).sum().backward()
     with_gradient = {name for name, p in twin.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
-    assert with_gradient == {name for name, _ in twin.named_parameters() if ".indexer." in name}
+    learning = {name for name, _ in twin.named_parameters() if ".indexer." in name}
+    if not is_sparse:  # the first layer's attentions look at nothing yet that would have to be chosen
+        learning = {name for name in learning if not name.startswith("layers.0.")}
+    assert with_gradient == learning
+
+
+def test_before_there_is_a_choice_one_attention_alone_looks_far(checkpoint: Path) -> None:
+    """What is neither among the first nor the last tokens reaches a row through the first attention of the last layer."""
+    twin, tokens = twin_of(checkpoint), tokens_with_ends(90)
+    settings = twin.config.indexer
+    assert settings is not None
+    place = settings.index_init_tokens + 10
+    changed = torch.tensor([[*tokens[:place], tokens[place] + 1, *tokens[place + 1 :]]])
+    first = list[torch.Tensor]()
+    twin.layers[0].register_forward_hook(lambda module, given, gave: first.append(gave.detach()))
+    with torch.no_grad():
+        before, after = (twin(ids, twin.begin(ids, is_sparse=False)) for ids in (torch.tensor([tokens]), changed))
+    # two attentions behind the 5-gram: what a window away may know of it, but nothing farther
+    reach = place + 4 + 2 * settings.index_local_tokens
+    assert torch.equal(first[0][:, reach:], first[1][:, reach:])
+    assert not torch.equal(first[0][:, place], first[1][:, place])
+    assert not torch.equal(before[:, -1], after[:, -1])

@@ -136,13 +136,26 @@ def test_one_pair_in_ten_is_kept_whichever_way_round() -> None:
 
 def test_a_code_is_read_from_one_place() -> None:
     for example in (*drawn("recall"), *asked("recall")):
-        text = question(example)
-        name, code = re.search(r" (\w+) (?:is|是) (\d\d)[.。]$", example.answer.content).groups()  # type: ignore[union-attr]
-        codes, names = re.findall(r"\d+", text), re.findall(r"(\w+) (?:is|是|has code|got code) \d", text)
+        story, *others = [str(m["content"]) for m in example.messages if m["role"] == "user"]
+        answers = [str(m["content"]) for m in example.messages if m["role"] == "assistant"] + [example.answer.content]
+        codes, names = re.findall(r"\d+", story), re.findall(r"(\w+) (?:is|是) \d", story)
         assert len(codes) == len(set(codes)) == len(names) == len(set(names))
-        assert names.index(name) == codes.index(code)
-        assert len(re.findall(rf"\b{name}\b", text)) == 2  # in the story and in the question
-        assert name in text[-40:]
+        for text, answer in zip((story, *others), answers, strict=True):
+            name, code = re.search(r" (\w+) (?:is|是) (\d\d)[.。]$", answer).groups()  # type: ignore[union-attr]
+            assert names.index(name) == codes.index(code)
+            assert len(re.findall(rf"\b{name}\b", text)) == 1 + (text == story)  # in the question, and in the story
+            assert name in text[-40:]
+
+
+def test_a_long_story_is_asked_several_times_in_training_and_once_in_the_test() -> None:
+    counts = {size: {turns(recall.draw(random.Random(i), size=size)) for i in range(200)} for size in (4, 40, 59)}
+    assert counts == {4: set(range(1, 9)), 40: set(range(1, 7)), 59: {1}}
+    assert {turns(example) for example in asked("recall")} == {1}
+
+
+def turns(example: Example) -> int:
+    """How many answers an example has."""
+    return sum(message["role"] == "assistant" for message in example.messages) + 1
 
 
 def test_every_place_of_a_story_is_asked_and_in_the_test_not_its_ends() -> None:
@@ -155,9 +168,10 @@ def test_every_place_of_a_story_is_asked_and_in_the_test_not_its_ends() -> None:
 
 
 def place(example: Example) -> tuple[int, int]:
-    """Which of how many pairs is asked."""
-    codes = re.findall(r"\d+", question(example))
-    return codes.index(re.findall(r"\d+", example.answer.content)[0]), len(codes)
+    """Which of how many pairs is asked first."""
+    codes, answers = re.findall(r"\d+", str(example.messages[0]["content"])), [*example.messages[1:2], None]
+    first = example.answer.content if answers[0] is None else str(answers[0]["content"])
+    return codes.index(re.findall(r"\d+", first)[0]), len(codes)
 
 
 @pytest.mark.parametrize("skill", ["calling", "thinking"])

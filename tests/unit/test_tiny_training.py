@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tools.tiny import arithmetic, calling, export, feeding, recall
 from tools.tiny.feeding import COPY, PAD, Curriculum, Feeder
 from tools.tiny.recipe import CONFIG, LONGEST, Recipe
 from tools.tiny.rendering import Renderer
-from tools.tiny.training import Pace, Seen, Training
+from tools.tiny.training import NUM_DRAFTS, Pace, Seen, Training
 from tools.tiny.twin import Twin
 
 RECIPE = Recipe(steps=8, pool=24, tokens_per_step=512, warmup_steps=2)
@@ -83,7 +84,7 @@ def test_the_curriculum_bounds_what_is_asked(feeder: Feeder, monkeypatch: pytest
     assert {skill for batch in copies for skill in batch.skills} == {COPY} and not sizes
     for pool in range(4):
         feeder(pool, LATER)
-    assert set(sizes) == {1, 2, 3}
+    assert set(sizes) == {2, 3}  # stories have half as many pairs at least
     assert {int((batch.weights > 0).sum(1).max()) for batch in copies} == {4}  # of 5 tokens said again, 4 are asked
 
 
@@ -97,9 +98,27 @@ def test_a_row_says_the_token_behind_it(feeder: Feeder) -> None:
             assert int(rows[-1]) == length - 2
             if skill == COPY:
                 assert said.tolist() == batch.ids[i][rows + 1 - length // 2].tolist()
-            else:
-                assert int(said[-1]) == CONFIG["eos_token_id"]
-            assert float(batch.weights[i].sum()) == pytest.approx(len(rows) ** 0.5)
+            for first, count in batch.answers[i]:
+                answer = batch.rows[i, first : first + count]
+                assert skill == COPY or int(batch.ids[i][answer[-1] + 1]) == CONFIG["eos_token_id"]
+                assert answer.tolist() == list(range(int(answer[0]), int(answer[0]) + count))
+                assert float(batch.weights[i, first : first + count].sum()) == pytest.approx(count**0.5)
+                assert not batch.weights[i, first + count : first + count + NUM_DRAFTS].any()
+            assert sum(count for _, count in batch.answers[i]) == len(rows)
+
+
+def test_every_answer_of_a_chat_is_rendered_as_it_was_served(text: TextProcessor) -> None:
+    """Each turn's prompt is what a client that sends the chat so far would be answered to."""
+    made = next(e for i in range(99) if len((e := recall.draw(random.Random(i), size=6)).messages) >= 5)
+    rendered = Renderer(text)(made)
+    assert text.template is not None and len(rendered.answers) == (len(made.messages) + 1) // 2
+    for turn, (place, count) in enumerate(rendered.answers):
+        prompt = text.template.render(made.messages[: 2 * turn + 1], [], {"enable_thinking": False})
+        assert list(rendered.ids[:place]) == text.encode(prompt, adds_special=False)
+        answers = [*(m["content"] for m in made.messages if m["role"] == "assistant"), made.answer.content]
+        assert text.raw(rendered.ids[place : place + count]) == f"{answers[turn]}</longcat_s>"
+    alone = Renderer(text)(replace(made, teaches_every_turn=False))
+    assert (alone.ids, alone.answers) == (rendered.ids, rendered.answers[-1:])
 
 
 def test_an_interrupted_training_goes_on_as_if_it_had_not_been(feeder: Feeder, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class Example:
     """A chat up to and with the last user or tool message, in OpenAI's form, and the answer to it.
 
     `skill` is the name of the module that made it; `tools` are OpenAI function tools; `thinking` says whether the chat
-    template is rendered with `enable_thinking`.
+    template is rendered with `enable_thinking`. `teaches_every_turn`: what the assistant said before is to be learnt too.
     """
 
     skill: str
@@ -41,3 +41,4 @@ class Example:
     answer: Answer
     tools: tuple[Mapping[str, Any], ...] = ()
     thinking: bool = False
+    teaches_every_turn: bool = False

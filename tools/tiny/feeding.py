@@ -29,12 +29,16 @@ SKILLS: Mapping[str, Draw] = {
 }
 COPY = "copy"
 PAD = 3
+GAP = 3  # as many as drafts, so that none is held to a token of the next answer
 FIRST_PLAIN_ID = 19  # behind the special tokens
 
 
 @dataclass(kw_only=True)
 class Curriculum:
-    """How hard it is now: tokens of the longest copied sequence, pairs of the longest story, and which shares hold."""
+    """How hard it is now: tokens of the longest copied sequence, pairs of the longest story, and which shares hold.
+
+    Stories have at least half as many pairs.
+    """
 
     copied: int
     pairs: int
@@ -46,12 +50,14 @@ class Batch:
     """Right-padded documents of like length.
 
     ``ids`` [B, T]; ``rows`` [B, R] positions from which the answer's tokens are said, ``weights`` [B, R] how much each
-    counts (0: padding); ``skills`` [B].
+    counts (0: padding). ``answers``: of each document's answers, the first of their rows and how many they are; ``GAP``
+    rows of padding lie between two of them. ``skills`` [B].
     """
 
     ids: Tensor
     rows: Tensor
     weights: Tensor
+    answers: tuple[tuple[tuple[int, int], ...], ...]
     skills: tuple[str, ...]
 
 
@@ -66,7 +72,7 @@ class Feeder:
         """The batches of a pool, in an order by chance."""
         recipe = self._recipe
         rng = random.Random(f"{recipe.seed} {pool}")
-        share = 1.0 if curriculum.copied < recipe.last_copy else recipe.copy_share_later
+        share = 1.0 if curriculum.copied < recipe.copies_alone else recipe.copy_share_later
         drawn = [
             self._copy(rng, curriculum) if rng.random() < share else self._example(rng, curriculum)
             for _ in range(recipe.pool)
@@ -85,7 +91,7 @@ class Feeder:
         shares = LATE_SHARES if curriculum.is_late else SHARES
         skill = rng.choices(list(shares), weights=list(shares.values()))[0]
         while True:
-            rendered = self._renderer(SKILLS[skill](rng, size=rng.randint(1, curriculum.pairs)))
+            rendered = self._renderer(SKILLS[skill](rng, size=rng.randint((curriculum.pairs + 1) // 2, curriculum.pairs)))
             if len(rendered.ids) <= self._longest:
                 return rendered
 
@@ -93,17 +99,27 @@ class Feeder:
         """Random ids, twice."""
         count = rng.randint(2, min(curriculum.copied, self._longest // 2))
         ids = tuple(rng.randrange(FIRST_PLAIN_ID, self._vocab_size) for _ in range(count))
-        return Rendered(skill=COPY, prompt=(*ids, ids[0]), answer=ids[1:])
+        return Rendered(skill=COPY, ids=ids + ids, answers=((count + 1, count - 1),))
 
 
 def as_batch(documents: Sequence[Rendered]) -> Batch:
-    """Documents side by side. A document's tokens weigh 1 / sqrt(their number) each: long answers do not drown short."""
-    length, reach = max(len(d.ids) for d in documents), max(len(d.answer) for d in documents)
+    """Documents side by side. An answer's tokens weigh 1 / sqrt(their number) each: long answers do not drown short."""
+    placed = [_placed(document) for document in documents]
+    length, reach = max(len(d.ids) for d in documents), max(first + count for d in placed for first, count in d)
     ids = torch.full((len(documents), length), PAD)
     rows, weights = torch.zeros(len(documents), reach, dtype=torch.int64), torch.zeros(len(documents), reach)
     for i, document in enumerate(documents):
         ids[i, : len(document.ids)] = torch.tensor(document.ids)
-        count = len(document.answer)
-        rows[i, :count] = torch.arange(count) + len(document.prompt) - 1
-        weights[i, :count] = count**-0.5
-    return Batch(ids=ids, rows=rows, weights=weights, skills=tuple(d.skill for d in documents))
+        for (place, count), (first, _) in zip(document.answers, placed[i], strict=True):
+            rows[i, first : first + count] = torch.arange(count) + place - 1
+            weights[i, first : first + count] = count**-0.5
+    return Batch(ids=ids, rows=rows, weights=weights, answers=tuple(placed), skills=tuple(d.skill for d in documents))
+
+
+def _placed(document: Rendered) -> tuple[tuple[int, int], ...]:
+    """Where the rows of each answer stand, and how many they are."""
+    placed, first = list[tuple[int, int]](), 0
+    for _, count in document.answers:
+        placed.append((first, count))
+        first += count + GAP
+    return tuple(placed)

@@ -1,18 +1,20 @@
 """The skill `recall`: a story gives codes to names, then the code of one name is asked.
 
-Owns the sentences and where the asked pair stands. Each name and each code stands once in a story, and a name always
-stands behind a space and shortly before its code, so that it is cut into the same tokens everywhere.
+Owns the sentences and where the asked pair stands. Each name and each code stands once in a story. A name always stands
+behind a space, so that it is cut into the same tokens everywhere, and one word before its code: what is taught and asked
+is to find a place in a long text, not to see through wordings.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tools.tiny.examples import Answer, Example
-from tools.tiny.wording import NAMES, invented_name, user_says
+from tools.tiny.wording import NAMES, assistant_says, invented_name, user_says
 
+MOST_QUESTIONS = 8
 CASES = 120
 CASE_PAIRS = (34, 46)
 SKIPPED_FIRST, SKIPPED_LAST = 2, 6
@@ -33,7 +35,7 @@ class Language:
 
 ENGLISH = Language(
     openings=("Remember this.", "Here is a list.", "Read this.", "Some codes follow."),
-    pairs=("The code of {} is {}.", "The code of {} is {}.", "And {} has code {}.", "Then {} got code {}."),
+    pairs=("The code of {} is {}.", "The code of {} is {}.", "And {} is {}.", "Then, {} is {}."),
     fillers=("It is a quiet day.", "The list goes on.", "There is more.", "This is not all."),
     questions=("What is the code of {}?", "Which code has {}?", "Tell me the code of {}.", "The code of {}?"),
     answer="The code of {} is {}.",
@@ -49,8 +51,10 @@ CHINESE = Language(
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """A list of sentences, and the pair that will be asked."""
+    """A list of sentences, all pairs in it, and the one that will be asked."""
 
+    language: Language
+    pairs: tuple[tuple[str, int], ...]
     text: str
     question: str
     name: str
@@ -64,8 +68,16 @@ class Story:
 
 
 def draw(rng: random.Random, *, size: int) -> Example:
-    """A story of `size` pairs (3 to 60), any of them asked."""
-    return example(drawn_story(rng, size=size, asked=rng.randrange(size)))
+    """A story of `size` pairs (1 to 60), any of them asked, and after the answer some more: a long story is read once."""
+    told = drawn_story(rng, size=size, asked=rng.randrange(size))
+    made = example(told)
+    for _ in range(rng.randint(0, min(MOST_QUESTIONS - 1, (60 - size) // 4))):
+        name, code = rng.choice(told.pairs)
+        said = assistant_says(made.answer.content), user_says(rng.choice(told.language.questions).format(name))
+        made = replace(
+            made, messages=(*made.messages, *said), answer=Answer(content=told.language.answer.format(name, code))
+        )
+    return replace(made, teaches_every_turn=True)
 
 
 def drawn_story(rng: random.Random, *, size: int, asked: int) -> Story:
@@ -77,6 +89,8 @@ def drawn_story(rng: random.Random, *, size: int, asked: int) -> Story:
     for _ in range(rng.randint(1, 3) if rng.random() < 0.3 else 0):
         sentences.insert(rng.randint(0, len(sentences)), rng.choice(language.fillers))
     return Story(
+        language=language,
+        pairs=tuple(zip(names, codes, strict=True)),
         text=" ".join((rng.choice(language.openings), *sentences)),
         question=rng.choice(language.questions).format(names[asked]),
         name=names[asked],

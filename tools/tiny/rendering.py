@@ -17,16 +17,24 @@ END = "</longcat_s>"
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """One document from position 0: the prompt, then the answer with its EOS."""
+    """One document from position 0, which ends with an answer.
+
+    ``answers``: of each answer to learn, its first position and its number of tokens with the EOS, in order.
+    """
 
     skill: str
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
+    ids: tuple[int, ...]
+    answers: tuple[tuple[int, int], ...]
 
     @property
-    def ids(self) -> tuple[int, ...]:
-        """All of it."""
-        return self.prompt + self.answer
+    def prompt(self) -> tuple[int, ...]:
+        """All before the last answer."""
+        return self.ids[: self.answers[-1][0]]
+
+    @property
+    def answer(self) -> tuple[int, ...]:
+        """The last answer."""
+        return self.ids[self.answers[-1][0] :]
 
 
 class Renderer:
@@ -38,14 +46,22 @@ class Renderer:
 
     def __call__(self, example: Example) -> Rendered:
         """The ids of an example; prompt and answer are tokenized apart, as when it is served."""
-        switches = {"enable_thinking": example.thinking}
+        messages = [*map(dict, example.messages), as_message(example.answer)]
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        done, ids, answers = "", list[int](), list[tuple[int, int]]()
+        for turn in turns if example.teaches_every_turn else turns[-1:]:
+            prompt, whole = self._render(messages[:turn], example), self._render(messages[: turn + 1], example)
+            assert prompt.startswith(done) and whole.startswith(prompt), "the template continues what it said before"
+            ids += self._encode(prompt[len(done) :])
+            done = whole[: whole.rindex(END)] + END
+            answer = self._encode(done[len(prompt) :])
+            answers.append((len(ids), len(answer)))
+            ids += answer
+        return Rendered(skill=example.skill, ids=tuple(ids), answers=tuple(answers))
+
+    def _render(self, messages: list[dict[str, Any]], example: Example) -> str:
         tools = [dict(tool) for tool in example.tools]
-        asked = [dict(message) for message in example.messages]
-        prompt = self._template.render(_read(asked), tools, switches)
-        whole = self._template.render(_read([*asked, as_message(example.answer)]), tools, switches)
-        assert whole.startswith(prompt), "the template continues a prompt with an answer"
-        answer = whole[len(prompt) : whole.rindex(END)]
-        return Rendered(skill=example.skill, prompt=tuple(self._encode(prompt)), answer=tuple(self._encode(answer + END)))
+        return self._template.render(_read(messages), tools, {"enable_thinking": example.thinking})
 
     def _encode(self, text: str) -> list[int]:
         return self._text.encode(text, adds_special=False)

@@ -67,7 +67,7 @@ class Pace:
         if seen.asked.get("recall"):
             self.recalling += 0.05 * (seen.rate("recall") - self.recalling)
             if self.recalling > recipe.recall_holds and now.pairs < recipe.last_pairs:
-                now.pairs, self.recalling = min(now.pairs * 13 // 12 + 1, recipe.last_pairs), self.recalling - 0.05
+                now.pairs, self.recalling = min(now.pairs * 9 // 8 + 1, recipe.last_pairs), self.recalling - 0.05
 
 
 def optimizers(twin: Twin, recipe: Recipe) -> dict[str, torch.optim.Optimizer]:
@@ -179,13 +179,11 @@ class Training:
         return torch.cat((batch.rows, others), 1), torch.cat((batch.weights.gt(0).float(), small), 1)
 
     def _count(self, batch: Batch, hits: Tensor, seen: Seen) -> None:
-        is_there = batch.weights > 0
-        whole = (hits | ~is_there).all(1)
-        part = (hits & is_there).sum(1) / is_there.sum(1)
-        for i, skill in enumerate(batch.skills):
-            right = float(part[i]) if skill == COPY else float(whole[i])
-            seen.right[skill] = seen.right.get(skill, 0.0) + right
-            seen.asked[skill] = seen.asked.get(skill, 0.0) + 1
+        for skill, answers, hit in zip(batch.skills, batch.answers, hits, strict=True):
+            for first, count in answers:
+                part = float(hit[first : first + count].float().mean())
+                seen.right[skill] = seen.right.get(skill, 0.0) + (part if skill == COPY else float(part == 1.0))
+                seen.asked[skill] = seen.asked.get(skill, 0.0) + 1
 
     def keep(self, folder: Path) -> None:
         """Writes all that a later ``resume_if_kept`` needs; what was kept before stays until it is complete."""

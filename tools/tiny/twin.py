@@ -28,7 +28,13 @@ class Layer(nn.Module):
         self.before = nn.ModuleList(Norm(f"{name}.input_layernorm.{j}", hidden, eps) for j in (0, 1))
         self.behind = nn.ModuleList(Norm(f"{name}.post_attention_layernorm.{j}", hidden, eps) for j in (0, 1))
         self.attentions = nn.ModuleList(
-            Attention(config, f"{name}.self_attn.{j}", owns_index=config.owns_index(2 * number + j), gain=gain)
+            Attention(
+                config,
+                f"{name}.self_attn.{j}",
+                owns_index=config.owns_index(2 * number + j),
+                looks_far=(number, j) == (config.num_layers - 1, 0),
+                gain=gain,
+            )
             for j in (0, 1)
         )
         self.mlps = nn.ModuleList(Mlp(f"{name}.mlps.{j}", hidden, config.ffn_hidden_size, gain=gain) for j in (0, 1))
@@ -58,7 +64,7 @@ class Draft(nn.Module):
         self.hidden_norm = Norm(f"{name}.hnorm.m", hidden, eps)
         self.join = Matrix(f"{name}.eh_proj", 2 * hidden, hidden)
         self.before = Norm(f"{name}.input_layernorm", hidden, eps)
-        self.attention = Attention(config, f"{name}.self_attn", owns_index=True, gain=0.5)
+        self.attention = Attention(config, f"{name}.self_attn", owns_index=True, looks_far=True, gain=0.5)
         self.behind = Norm(f"{name}.post_attention_layernorm", hidden, eps)
         self.mlp = Mlp(f"{name}.transformer_layer.mlp", hidden, config.ffn_hidden_size, gain=0.5)
         self.norm = Norm("model.mtp.norm", hidden, eps)

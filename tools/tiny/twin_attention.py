@@ -77,11 +77,14 @@ class Shared:
 
 
 class Attention(nn.Module):
-    """Multi-head latent attention over whole sequences. With an indexer it owns the choice of its pair."""
+    """Multi-head latent attention over whole sequences. With an indexer it owns the choice of its pair.
 
-    def __init__(self, config: ModelConfig, name: str, *, owns_index: bool, gain: float) -> None:
+    ``looks_far``: whether it sees all that came before while there is no choice yet; else what is never left out.
+    """
+
+    def __init__(self, config: ModelConfig, name: str, *, owns_index: bool, looks_far: bool, gain: float) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.looks_far = config, looks_far
         hidden, heads = config.hidden_size, config.num_attention_heads
         value_width = config.qk_nope_head_dim + config.v_head_dim
         self.q_a = Matrix(f"{name}.q_a_proj", hidden, config.q_lora_rank)
@@ -130,6 +133,8 @@ class Attention(nn.Module):
             if now.watched is not None:
                 self._watch(at_rows(q, now.watched), k, now, shared)
         mask = None if shared.chosen is None else shared.chosen.unsqueeze(1)
+        if not now.is_sparse and not self.looks_far:
+            mask = self._visible(torch.arange(x.shape[1]), x.shape[1], now)
         scale = self.config.softmax_scale
         return self.out(
             functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
@@ -149,9 +154,17 @@ class Attention(nn.Module):
         if now.watched is not None:
             shared.scores = self.indexer(x, latent, now.watched, now.rotation)
 
+    def _visible(self, rows: Tensor, length: int, now: Pass) -> Tensor:
+        """[..., length]: what rows [...] may look at, if it is chosen."""
+        settings, place, rows = self.config.indexer, torch.arange(length), rows.unsqueeze(-1)
+        visible = place <= rows
+        if settings is None or now.is_sparse or self.looks_far:
+            return visible
+        return visible & ((place < settings.index_init_tokens) | (place > rows - settings.index_local_tokens))
+
     def _watch(self, q: Tensor, k: Tensor, now: Pass, shared: Shared) -> None:
         assert now.watched is not None
-        visible = torch.arange(k.shape[2]) <= now.watched.unsqueeze(-1)
+        visible = self._visible(now.watched, k.shape[2], now)
         looked = looks(q, k, visible, scale=self.config.softmax_scale)
         if self.indexer is not None:
             shared.looked = looked

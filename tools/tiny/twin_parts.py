@@ -190,7 +190,9 @@ class Mixture(nn.Module):
 class Pass:
     """One pass over sequences [B, T]: what the attentions of a step share, and what indexers are told.
 
-    ``rotation`` [T + 3, rope / 2] complex. ``is_sparse``: attention sees chosen keys alone. ``watched`` [B, W]: rows whose
+    ``rotation`` [T + 3, rope / 2] complex. ``is_sparse``: attention sees chosen keys alone; before there is a choice, the
+    first attention of the last layer sees all keys, and the others the first and the last ones alone, which are never left
+    out: so a place far away is found where an indexer knows what to look for. ``watched`` [B, W]: rows whose
     looking the indexers are taught, each as much as ``weights`` [B, W] says; None: nothing is taught. Their losses are
     collected in ``index_losses``.
     """
