@@ -24,8 +24,8 @@ divergence between what its pair of attentions looks at and what it would choose
 the indexer. At first only one attention of the target sees all keys, the first of the last layer; the others see the first
 and the last ones, which are never left out. So the head that finds a place far away forms where the indexer has what it
 needs: what stood before each token. Left alone, the two attentions of the first layer form it, and their one indexer reads
-what comes into the first of them: the wanted key was among its 36 in every third story of 40 pairs; so it is in all of them.
-Later all see the chosen keys alone, as in service.
+what comes into the first of them: of stories with 40 pairs it missed the wanted one in every third to every second, and so
+it misses none. Later all see the chosen keys alone, as in service.
 The router's choice bias follows the load: an expert with less than its share becomes more likely (arXiv:2408.15664).
 """
 
