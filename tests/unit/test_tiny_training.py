@@ -15,7 +15,7 @@ from longcat_pd.models.tensor_names import draft_tensors, expected_tensors
 from longcat_pd.server.text import TextProcessor
 from tools.tiny import arithmetic, calling, export, feeding, recall
 from tools.tiny.feeding import COPY, PAD, Curriculum, Feeder
-from tools.tiny.recipe import CONFIG, LONGEST, Recipe
+from tools.tiny.recipe import CONFIG, LONGEST, SHARES, Recipe
 from tools.tiny.rendering import Renderer
 from tools.tiny.training import NUM_DRAFTS, Pace, Seen, Training
 from tools.tiny.twin import Twin
@@ -78,7 +78,7 @@ def test_the_curriculum_bounds_what_is_asked(feeder: Feeder, monkeypatch: pytest
         sizes.append(size)
         return recall.draw(rng, size=size)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(feeding, "SHARES", {"recall": 1.0})
+    monkeypatch.setattr(feeding, "SHARES", ({"recall": 1.0},))
     monkeypatch.setattr(feeding, "SKILLS", {"recall": drawn})
     copies = [batch for pool in range(4) for batch in feeder(pool, Curriculum(copied=5, pairs=3))]
     assert {skill for batch in copies for skill in batch.skills} == {COPY} and not sizes
@@ -152,7 +152,7 @@ def test_nothing_is_resumed_where_nothing_was_kept(feeder: Feeder, tmp_path: Pat
 
 
 def test_steps_lower_the_losses_in_both_phases(feeder: Feeder) -> None:
-    training = training_of(feeder, replace(RECIPE, steps=24, index_from=0.0, sparse_from=0.5, learning_rate=5e-3))
+    training = training_of(feeder, replace(RECIPE, steps=24, index_from=0, sparse_from=12, learning_rate=5e-3))
     seen = [training.advance() for _ in range(24)]
     early, late = seen[:6], seen[-6:]
     for name in ("next", "drafts"):
@@ -174,13 +174,25 @@ def test_stories_grow_only_while_recall_holds() -> None:
 
 
 def test_the_rate_rises_and_falls() -> None:
-    training = Training(Twin(ModelConfig.from_dict(SMALL), longest=8), replace(RECIPE, steps=100), None)  # type: ignore[arg-type]
+    training = Training(Twin(ModelConfig.from_dict(SMALL), longest=8), replace(RECIPE, steps=100, second_from=60), None)  # type: ignore[arg-type]
     rates = list[float]()
     for training.step in range(100):
         rates.append(training.rate())
-    assert rates[0] == pytest.approx(RECIPE.learning_rate / 2, rel=1e-3)
+    assert rates[0] == pytest.approx(RECIPE.learning_rate / 2, rel=1e-2)
     assert max(rates) <= RECIPE.learning_rate
-    assert rates[-1] < 0.03 * RECIPE.learning_rate
+    assert rates[59] < 0.03 * RECIPE.learning_rate and rates[-1] < 0.03 * RECIPE.learning_rate
+    assert max(rates[60:]) == pytest.approx(RECIPE.second_rate * RECIPE.learning_rate, rel=0.01)
+
+
+def test_the_diet_changes_twice(text: TextProcessor) -> None:
+    recipe = replace(RECIPE, late_from=1, second_from=2, steps=3, pool=1)
+    training = training_of(Feeder(recipe, Renderer(text), vocab_size=CONFIG["vocab_size"], longest=LONGEST), recipe)
+    diets = list[int]()
+    for _ in range(3):
+        training.advance()
+        diets.append(training.pace.drawn_for.diet)
+    assert diets == [0, 1, 2]
+    assert all(sum(shares.values()) == pytest.approx(1.0) for shares in SHARES)
 
 
 def test_the_folders_are_checkpoints(text: TextProcessor, tmp_path: Path) -> None:

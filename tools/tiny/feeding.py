@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tools.tiny import arithmetic, calling, facts, recall, smalltalk, thinking
 from tools.tiny.examples import Example
-from tools.tiny.recipe import LATE_SHARES, SHARES, Recipe
+from tools.tiny.recipe import SHARES, Recipe
 from tools.tiny.rendering import Rendered, Renderer
 
 Draw = Callable[..., Example]
@@ -35,14 +35,14 @@ FIRST_PLAIN_ID = 19  # behind the special tokens
 
 @dataclass(kw_only=True)
 class Curriculum:
-    """How hard it is now: tokens of the longest copied sequence, pairs of the longest story, and which shares hold.
+    """How hard it is now: tokens of the longest copied sequence, pairs of the longest story, and which of ``SHARES`` holds.
 
     Stories have at least half as many pairs.
     """
 
     copied: int
     pairs: int
-    is_late: bool = False
+    diet: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class Feeder:
         return batches
 
     def _example(self, rng: random.Random, curriculum: Curriculum) -> Rendered:
-        shares = LATE_SHARES if curriculum.is_late else SHARES
+        shares = SHARES[curriculum.diet]
         skill = rng.choices(list(shares), weights=list(shares.values()))[0]
         while True:
             rendered = self._renderer(SKILLS[skill](rng, size=rng.randint((curriculum.pairs + 1) // 2, curriculum.pairs)))

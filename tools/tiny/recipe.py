@@ -102,21 +102,23 @@ class Recipe:
     """Numbers of a training. Times are steps of the optimizer."""
 
     seed: int = 0
-    steps: int = 4500
+    steps: int = 6000
     pool: int = 128  # documents drawn at a time, and sorted by length into batches
     tokens_per_step: int = 3072  # padded, of a batch; one batch is a step
     learning_rate: float = 1.5e-3
     muon_factor: float = 2.0  # its rate, as a multiple of the other's
     final_rate: float = 0.02  # the last step's rate, as a part of the first's; a cosine between
+    second_from: int = 4500  # where the rate has come down once; then it begins again at ``second_rate`` of the first's
+    second_rate: float = 0.35
     warmup_steps: int = 50
     weight_decay: float = 0.02
     clip: float = 1.0
     draft_weight: float = 0.3  # of the mean loss of the three drafts
     index_weight: float = 0.3
-    index_from: float = 0.05  # of all steps: from here on indexers learn
-    sparse_from: float = 0.25  # from here on attention sees the chosen keys alone
+    index_from: int = 225  # the step from which indexers learn
+    sparse_from: int = 1125  # from here on attention sees the chosen keys alone
     balance_rate: float = 5e-4  # how far the router's bias goes a step
-    late_from: int = 1200  # the step from which LATE_SHARES hold
+    late_from: int = 1200  # the step from which the second of SHARES holds; the third does from ``second_from``
     copies_alone: int = 48  # until copies have so many tokens, there is nothing else
     copy_share_later: float = 0.06  # of documents, from then on
     copy_holds: float = 0.75  # of the tokens of a second half, guessed right
@@ -127,7 +129,11 @@ class Recipe:
     last_pairs: int = 48
 
 
-# Of the documents that are not copied sequences: how often each skill is drawn, first and from ``late_from`` on. Wordings
-# are learnt soon, and so is recall, whose documents are ten times as long as sums; sums take many examples.
-SHARES = {"facts": 0.26, "smalltalk": 0.12, "arithmetic": 0.22, "recall": 0.22, "calling": 0.10, "thinking": 0.08}
-LATE_SHARES = {"facts": 0.15, "smalltalk": 0.11, "arithmetic": 0.32, "recall": 0.14, "calling": 0.16, "thinking": 0.12}
+# Of the documents that are not copied sequences: how often each skill is drawn, first, from ``late_from``, and at last.
+# Wordings are learnt soon, and so is recall, whose documents are ten times as long as sums; sums and calls take many
+# examples.
+SHARES = (
+    {"facts": 0.26, "smalltalk": 0.12, "arithmetic": 0.22, "recall": 0.22, "calling": 0.10, "thinking": 0.08},
+    {"facts": 0.15, "smalltalk": 0.11, "arithmetic": 0.32, "recall": 0.14, "calling": 0.16, "thinking": 0.12},
+    {"facts": 0.09, "smalltalk": 0.08, "arithmetic": 0.27, "recall": 0.06, "calling": 0.30, "thinking": 0.20},
+)

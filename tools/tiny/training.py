@@ -101,19 +101,22 @@ class Training:
     @property
     def is_sparse(self) -> bool:
         """Whether attention sees the chosen keys alone."""
-        return self.step >= self.recipe.sparse_from * self.recipe.steps
+        return self.step >= self.recipe.sparse_from
 
     @property
     def learns_index(self) -> bool:
         """Whether indexers have a loss."""
-        return self.step >= self.recipe.index_from * self.recipe.steps
+        return self.step >= self.recipe.index_from
 
     def rate(self) -> float:
-        """The learning rate of this step: a rise, then a cosine down to ``final_rate``."""
+        """The learning rate of this step: a rise, then twice a cosine down to ``final_rate``."""
         recipe = self.recipe
-        rise = min(1.0, (self.step + 1) / recipe.warmup_steps)
-        fall = 0.5 * (1 + math.cos(math.pi * self.step / recipe.steps))
-        return recipe.learning_rate * rise * (recipe.final_rate + (1 - recipe.final_rate) * fall)
+        second = min(recipe.second_from, recipe.steps)
+        is_second = self.step >= second
+        first, last, top = (second, recipe.steps, recipe.second_rate) if is_second else (0, second, 1.0)
+        rise = min(1.0, (self.step - first + 1) / recipe.warmup_steps)
+        fall = 0.5 * (1 + math.cos(math.pi * (self.step - first) / (last - first)))
+        return recipe.learning_rate * rise * (recipe.final_rate + (top - recipe.final_rate) * fall)
 
     def advance(self) -> Seen:
         """One step. Returns what it saw."""
@@ -135,7 +138,7 @@ class Training:
     def _next(self) -> Batch:
         pace = self.pace
         if not self._waiting:  # a training that goes on may stand within a pool
-            pace.curriculum.is_late = self.step >= self.recipe.late_from
+            pace.curriculum.diet = (self.step >= self.recipe.late_from) + (self.step >= self.recipe.second_from)
             pace.drawn_for = pace.drawn_for if pace.taken else replace(pace.curriculum)
             self._waiting = self.feeder(pace.pool, pace.drawn_for)[pace.taken :]
         pace.taken += 1
