@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import pytest
 
@@ -67,7 +67,7 @@ class Instance:
         self.plans = wire.BlockingSocket("router", "tcp://127.0.0.1:*", bind=True, admission=OPEN)
         self.outputs = wire.BlockingSocket("pull", "tcp://127.0.0.1:*", bind=True, admission=OPEN)
         self.codec: wire.Codec[StepPlan | Stop] = wire.Codec(StepPlan, Stop)
-        self.messages: wire.Codec[RankMessage] = wire.Codec(RankReady, Heartbeat, StepOutput, TransferClosed)
+        self.messages: wire.Codec[RankMessage] = wire.Codec(*get_args(RankMessage))
         context = multiprocessing.get_context("forkserver")
         start_server()
         self.processes: list[ForkServerProcess] = []
