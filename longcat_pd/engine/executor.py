@@ -16,7 +16,7 @@ from longcat_pd.config.schema import EngineConfig, InstanceSpec, RankSpec
 from longcat_pd.engine.background import Background
 from longcat_pd.engine.open_steps import OpenSteps, Outputs, Overdue
 from longcat_pd.engine.plan import (
-    Heartbeat,
+    RANK_MESSAGES,
     PlanMessage,
     RankMessage,
     RankProgress,
@@ -39,7 +39,7 @@ FAULT_GRACE_S = 1.0  # ranks that are left after a fault, or have not come up, a
 LAST_WORDS_S = 0.2  # between the end of a rank process and the judgement: its fault may still be on the wire
 
 _PLANS = plan_codec()
-_MESSAGES = Codec[RankMessage](RankReady, RankProgress, Heartbeat, StepOutput, TransferClosed)
+_MESSAGES = Codec[RankMessage](*RANK_MESSAGES)
 
 Ready = tuple[RankReady, ...]
 OnClosed = Callable[[TransferClosed], None]

@@ -13,9 +13,8 @@ from longcat_pd.clock import HEARTBEAT_S
 from longcat_pd.config.keys import admission
 from longcat_pd.config.schema import RankSpec
 from longcat_pd.engine.faulty_rank import FaultySocket
-from longcat_pd.engine.plan import Heartbeat, RankAccounts, RankMessage, RankProgress, RankReady, StepOutput
+from longcat_pd.engine.plan import RANK_MESSAGES, Heartbeat, RankAccounts, RankMessage, RankProgress
 from longcat_pd.faults import Switches
-from longcat_pd.kv_transfer.messages import TransferClosed
 from longcat_pd.progress.steps import Paced, Step, Tell
 
 _STATUS_UNHEARD = 1
@@ -63,7 +62,7 @@ class Outbox:
         self.put(RankProgress(rank=self._spec.rank, step=step, done=done, total=total))
 
     def _run(self) -> None:
-        codec: wire.Codec[RankMessage] = wire.Codec(RankReady, RankProgress, Heartbeat, StepOutput, TransferClosed)
+        codec: wire.Codec[RankMessage] = wire.Codec(*RANK_MESSAGES)
         plain = wire.BlockingSocket("push", self._spec.output_endpoint, bind=False, admission=self._admission)
         socket = plain if self._switches is None else FaultySocket(plain, self._switches)
         while (message := self._next()) is not None:

@@ -11,7 +11,7 @@ nobody before a later plan.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from longcat_pd.faults import FaultOrder
 from longcat_pd.kv_transfer.messages import Arrival, DraftState, Push, TransferClosed
@@ -227,3 +227,4 @@ class RankProgress:
 
 
 RankMessage = RankReady | RankProgress | Heartbeat | StepOutput | TransferClosed
+RANK_MESSAGES: tuple[type[RankMessage], ...] = get_args(RankMessage)

@@ -22,6 +22,7 @@ from longcat_pd.config.schema import (
 )
 from longcat_pd.engine.executor import OnExit, OnFailure, ProcessExecutor, rank_specs
 from longcat_pd.engine.plan import (
+    RANK_MESSAGES,
     AxisCollectives,
     Heartbeat,
     PlanMessage,
@@ -61,7 +62,7 @@ class Rank:
     """One scripted rank. It beats until told not to."""
 
     PLANS = plan_codec()
-    MESSAGES = wire.Codec[RankMessage](RankReady, RankProgress, Heartbeat, StepOutput, TransferClosed)
+    MESSAGES = wire.Codec[RankMessage](*RANK_MESSAGES)
 
     def __init__(self, spec: RankSpec) -> None:
         self.rank = spec.rank

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import pytest
 
@@ -21,7 +21,7 @@ from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import ParallelConfig, RankSpec
 from longcat_pd.engine import rank
 from longcat_pd.engine.handover import Lanes
-from longcat_pd.engine.plan import Heartbeat, RankMessage, RankReady, Segment, StepOutput, StepPlan, Stop
+from longcat_pd.engine.plan import RANK_MESSAGES, Heartbeat, RankMessage, RankReady, Segment, StepOutput, StepPlan, Stop
 from longcat_pd.kv_cache.block_pool import GroupPool
 from longcat_pd.kv_cache.storage import KVCache
 from longcat_pd.kv_transfer.messages import TransferClosed
@@ -67,7 +67,7 @@ class Instance:
         self.plans = wire.BlockingSocket("router", "tcp://127.0.0.1:*", bind=True, admission=OPEN)
         self.outputs = wire.BlockingSocket("pull", "tcp://127.0.0.1:*", bind=True, admission=OPEN)
         self.codec: wire.Codec[StepPlan | Stop] = wire.Codec(StepPlan, Stop)
-        self.messages: wire.Codec[RankMessage] = wire.Codec(*get_args(RankMessage))
+        self.messages: wire.Codec[RankMessage] = wire.Codec(*RANK_MESSAGES)
         context = multiprocessing.get_context("forkserver")
         start_server()
         self.processes: list[ForkServerProcess] = []

@@ -15,9 +15,9 @@ from longcat_pd.models.tensor_names import draft_tensors, expected_tensors
 from longcat_pd.server.text import TextProcessor
 from tools.tiny import arithmetic, calling, export, feeding, recall
 from tools.tiny.feeding import COPY, PAD, Curriculum, Feeder
-from tools.tiny.recipe import CONFIG, LONGEST, SHARES, Recipe
+from tools.tiny.recipe import CONFIG, LONGEST, NUM_DRAFTS, SHARES, Recipe
 from tools.tiny.rendering import Renderer
-from tools.tiny.training import NUM_DRAFTS, Pace, Seen, Training
+from tools.tiny.training import Pace, Seen, Training
 from tools.tiny.twin import Twin
 
 RECIPE = Recipe(steps=8, pool=24, tokens_per_step=512, warmup_steps=2)

@@ -6,11 +6,11 @@ import pytest
 
 from longcat_pd.config.schema import EngineConfig, InstanceSpec, ModelSection, ParallelConfig, RankSpec, TransferConfig
 from longcat_pd.engine.plan import (
+    RANK_MESSAGES,
     Admit,
     Heartbeat,
     RankAccounts,
     RankMessage,
-    RankReady,
     Segment,
     SlotOutput,
     SlotSampling,
@@ -20,7 +20,7 @@ from longcat_pd.engine.plan import (
 from longcat_pd.kv_transfer.messages import Arrival, Push, TransferClosed
 from longcat_pd.wire import Codec, MalformedRecord, from_json, pack, to_json, unpack
 
-MESSAGES = Codec[RankMessage](RankReady, Heartbeat, StepOutput, TransferClosed)
+MESSAGES = Codec[RankMessage](*RANK_MESSAGES)
 PLANS = Codec[StepPlan](StepPlan)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tools.tiny import arithmetic, calling, facts, recall, smalltalk, thinking
 from tools.tiny.examples import Example
-from tools.tiny.recipe import SHARES, Recipe
+from tools.tiny.recipe import NUM_DRAFTS, SHARES, Recipe
 from tools.tiny.rendering import Rendered, Renderer
 
 Draw = Callable[..., Example]
@@ -29,7 +29,7 @@ SKILLS: Mapping[str, Draw] = {
 }
 COPY = "copy"
 PAD = 3
-GAP = 3  # as many as drafts, so that none is held to a token of the next answer
+GAP = NUM_DRAFTS  # so that no draft is held to a token of the next answer
 FIRST_PLAIN_ID = 19  # behind the special tokens
 
 

@@ -36,6 +36,7 @@ from typing import Any
 
 VOCAB_SIZE = 1536
 LONGEST = 640  # tokens of a document
+NUM_DRAFTS = 3
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LongcatCausalLM"],

@@ -18,11 +18,10 @@ from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
 from tools.tiny.feeding import COPY, PAD, Batch, Curriculum, Feeder
-from tools.tiny.recipe import Recipe
+from tools.tiny.recipe import NUM_DRAFTS, Recipe
 from tools.tiny.twin import Twin
 from tools.tiny.twin_parts import Matrix
 
-NUM_DRAFTS = 3
 NUM_OTHERS, OTHERS_WEIGHT = 32, 0.1
 _STATE = "state.safetensors"
 
