@@ -15,8 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
 from longcat_pd.config.model import ModelConfig
+from longcat_pd.tiny.tokenizer import spaced_pieces
 from tools.tiny import export
 from tools.tiny.feeding import Feeder
 from tools.tiny.recipe import CONFIG, LONGEST, Recipe
@@ -43,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     state.mkdir(parents=True, exist_ok=True)
     text = export.text_files(state / "text", seed=recipe.seed)
     torch.manual_seed(recipe.seed)
-    twin = Twin(ModelConfig.from_dict(CONFIG), longest=LONGEST)
+    alike = spaced_pieces(Tokenizer.from_file(str(state / "text" / "tokenizer.json")))
+    twin = Twin(ModelConfig.from_dict(CONFIG), longest=LONGEST, alike=alike)
     feeder = Feeder(recipe, Renderer(text), vocab_size=CONFIG["vocab_size"], longest=LONGEST)
     training = Training(twin, recipe, feeder)
     training.resume_if_kept(state)

@@ -1,13 +1,14 @@
 """A small byte-level BPE with LongCat's special tokens, trained on the package's own text.
 
 Owns ``tokenizer.json``, ``tokenizer_config.json`` and the choice of chat template. The alphabet has all 256 bytes, so any
-text can be encoded; the merges come from ``corpus.txt`` and are the same on every machine.
+text can be encoded; the merges come from ``corpus.txt``, or from given texts, and are the same on every machine.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -35,13 +36,13 @@ SPECIAL_TOKENS = (
     "<longcat_observation>",
     "<longcat_files>",
 )  # the place is the id
+SPACE = "Ġ"  # the character by which a byte-level vocabulary writes the space
 
 
-def text_files(
-    variant: str, *, vocab_size: int, max_length: int, texts: Iterable[str] | None = None, splits_digits: bool = False
-) -> dict[str, str]:
-    """The tokenizer's files of a checkpoint, file name -> text. See ``train``."""
+def text_files(variant: str, *, vocab_size: int, max_length: int, texts: Iterable[str] | None = None) -> dict[str, str]:
+    """The tokenizer's files of a checkpoint, file name -> text. ``texts``: see ``train_for_copies``; without, ``train``."""
     template = "chat_template_rounds.jinja" if variant == "chat" else "chat_template_roles.jinja"
+    tokenizer = train(vocab_size) if texts is None else train_for_copies(vocab_size, list(texts))
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<longcat_s>",
@@ -54,24 +55,59 @@ def text_files(
         "model_max_length": max_length,
     }
     return {
-        "tokenizer.json": train(vocab_size, texts, splits_digits=splits_digits).to_str(pretty=True) + "\n",
+        "tokenizer.json": tokenizer.to_str(pretty=True) + "\n",
         "tokenizer_config.json": json.dumps(tokenizer_config, indent=2) + "\n",
         "chat_template.jinja": _read(template),
     }
 
 
-def train(vocab_size: int, texts: Iterable[str] | None = None, *, splits_digits: bool = False) -> Tokenizer:
-    """Special tokens, the 256 bytes, then merges up to ``vocab_size`` ids (or as many as the text has).
+def train(vocab_size: int) -> Tokenizer:
+    """Special tokens, the 256 bytes, then merges of ``corpus.txt`` up to ``vocab_size`` ids (or as many as it has)."""
+    return _trained(_read("corpus.txt").splitlines(keepends=True), vocab_size, _by_bytes())
 
-    ``texts``: what merges come from, instead of ``corpus.txt``. ``splits_digits``: each digit is a token of its own.
+
+def train_for_copies(vocab_size: int, texts: Sequence[str], *, share_behind_space: float = 0.28) -> Tokenizer:
+    """A tokenizer of these texts for a model that has to say again what it read, digits and words.
+
+    Each digit is a token of its own, and a word is cut alike with a space before it and without, but for the first piece,
+    which may have the space in it: such pieces are this share of the ids. A BPE that learns spaces like letters has
+    " dining" as " d", "in", "ing" and "dining" as "d", "ining", and who copies has to know each word.
     """
+    digits, by_bytes = pre_tokenizers.Digits(individual_digits=True), _by_bytes()
+    apart = pre_tokenizers.Sequence([digits, pre_tokenizers.Split(" ", "isolated"), by_bytes])
+    num_behind_space = int(vocab_size * share_behind_space)
+    tokenizer = _trained(texts, vocab_size - num_behind_space, apart)
+    in_use = pre_tokenizers.Sequence([digits, by_bytes])
+    firsts = Counter[str]()
+    for text in texts:
+        for word, _ in in_use.pre_tokenize_str(text):
+            if len(word) > 1 and word.startswith(SPACE) and not word.startswith(SPACE * 2):
+                firsts[tokenizer.model.tokenize(word[1:])[0].value] += 1
+    grown = json.loads(tokenizer.to_str())
+    for piece, _ in firsts.most_common(num_behind_space):
+        grown["model"]["vocab"][SPACE + piece] = len(grown["model"]["vocab"])
+        grown["model"]["merges"].append([SPACE, piece])  # the last: all within the word comes before
+    tokenizer = Tokenizer.from_str(json.dumps(grown))
+    tokenizer.pre_tokenizer = in_use
+    return tokenizer
+
+
+def spaced_pieces(tokenizer: Tokenizer) -> Mapping[int, int]:
+    """Of each piece with a space before it: its id -> the id of the same piece without."""
+    ids = tokenizer.get_vocab()
+    return {ids[piece]: ids[piece[1:]] for piece in sorted(ids) if piece.startswith(SPACE) and piece[1:] in ids}
+
+
+def _by_bytes() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _trained(texts: Iterable[str], vocab_size: int, pre_tokenizer: pre_tokenizers.PreTokenizer) -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < len(SPECIAL_TOKENS) + len(alphabet):
         raise ConfigError(f"vocab_size {vocab_size} has no room for a tokenizer; use --no-tokenizer", param="vocab_size")
     tokenizer = Tokenizer(models.BPE())
-    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, by_bytes]) if splits_digits else by_bytes
+    tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -80,7 +116,7 @@ def train(vocab_size: int, texts: Iterable[str] | None = None, *, splits_digits:
         initial_alphabet=alphabet,
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
     )
-    tokenizer.train_from_iterator(_read("corpus.txt").splitlines(keepends=True) if texts is None else texts, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tools.tiny import arithmetic, facts, smalltalk
 from tools.tiny.examples import Answer, Example, ToolCall
-from tools.tiny.offered import TOOLS, Tool, Values
+from tools.tiny.offered import TOOLS, Tool, Values, taught_values
 from tools.tiny.talks import UNKNOWN, UNKNOWN_IN_CHINESE
 from tools.tiny.wording import is_chinese, user_says
 
@@ -23,14 +23,19 @@ SHARE_UNFITTING, SHARE_TOLD, SHARE_OTHER = 0.06, 0.14, 0.15
 
 def draw(rng: random.Random, *, size: int) -> Example:
     """A call (two of three), a result in words, another request beside tools, or one that no offered tool fits."""
-    kind, tool = rng.random(), rng.choice(TOOLS)
+    kind, tool = rng.random(), drawn_tool(rng)
     if kind < SHARE_UNFITTING:
         return without_the_tool(rng, tool=tool)
     if kind < SHARE_UNFITTING + SHARE_TOLD:
         return result_told(rng, tool=tool)
     if kind < SHARE_UNFITTING + SHARE_TOLD + SHARE_OTHER:
         return beside_tools(rng, made=other_request(rng))
-    return called(rng, tool=tool, values=tool.values(rng, False))
+    return called(rng, tool=tool, values=taught_values(rng, tool))
+
+
+def drawn_tool(rng: random.Random) -> Tool:
+    """One of all tools."""
+    return rng.choices(TOOLS, weights=[tool.weight for tool in TOOLS])[0]
 
 
 def called(rng: random.Random, *, tool: Tool, values: Values) -> Example:

@@ -32,7 +32,7 @@ def text_files(folder: Path, *, seed: int) -> TextProcessor:
         folder.mkdir(parents=True, exist_ok=True)
         sizes = {"vocab_size": CONFIG["vocab_size"], "max_length": CONFIG["max_position_embeddings"]}
         texts = [*corpus(seed), *_template_texts() * TIMES_OF_TEMPLATE]
-        files = tokenizer.text_files("2.0", **sizes, texts=texts, splits_digits=True)
+        files = tokenizer.text_files("2.0", **sizes, texts=texts)
         for name, text in [*files.items(), ("config.json", json.dumps(CONFIG))]:
             (folder / name).write_text(text, encoding="utf-8")
     return TextProcessor.load(str(folder))

@@ -30,6 +30,7 @@ class Tool:
     values: Callable[[random.Random, bool], Values]
     result: Callable[[random.Random], Values]
     told: str
+    weight: int = 1  # how often it is drawn, beside others
 
     @property
     def function(self) -> Mapping[str, Any]:
@@ -77,7 +78,32 @@ see+you+tomorrow I+like+tea the+door+is+open a+glass+of+water the+train+is+late 
 """
 PHRASES = words(PHRASES_TEXT)
 UNSEEN_PHRASES = words("a+small+house the+door+is+blue I+am+late my+old+dog")
+LEXICON = tuple(sorted({word for text in (*VERBS, *THINGS, *TOPICS, *ROOMS, *PHRASES) for word in text.split()}))
+KEPT = (*UNSEEN_VERBS, *UNSEEN_THINGS, *UNSEEN_TOPICS, *UNSEEN_ROOMS, *UNSEEN_PHRASES)
+NONSENSE = {"text": (2, 4), "query": (2, 3), "room": (1, 2)}  # of which arguments, with how many words
+SHARE_OF_NONSENSE = 0.4
+SHARE_OF_NO_WORDS = 0.4
 SKIES = words("sunny cloudy rainy windy")
+
+
+def taught_values(rng: random.Random, tool: Tool) -> Values:
+    """Arguments as they are taught: texts are nonsense now and then, since who says that again has read it."""
+    return {
+        name: nonsense(rng, *NONSENSE[name]) if name in NONSENSE and rng.random() < SHARE_OF_NONSENSE else value
+        for name, value in tool.values(rng, False).items()
+    }
+
+
+def nonsense(rng: random.Random, fewest: int, most: int) -> str:
+    """So many words, some of them invented, in any order; none of what is kept is among them."""
+    while True:
+        drawn = [
+            invented_name(rng).lower() if rng.random() < SHARE_OF_NO_WORDS else rng.choice(LEXICON)
+            for _ in range(rng.randint(fewest, most))
+        ]
+        text = f" {' '.join(drawn)} "
+        if not any(f" {kept} " in text for kept in KEPT):
+            return text.strip()
 
 
 def city(rng: random.Random, unseen: bool) -> Values:
@@ -204,6 +230,7 @@ TOOLS = (
         values=message,
         result=done,
         told="The message to {name} is sent.",
+        weight=2,
     ),
     Tool(
         name="search",

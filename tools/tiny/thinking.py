@@ -13,7 +13,7 @@ from tools.tiny import arithmetic, calling, facts, recall, smalltalk
 from tools.tiny.arithmetic import Problem
 from tools.tiny.examples import Example
 from tools.tiny.facts import Fact
-from tools.tiny.offered import TOOLS
+from tools.tiny.offered import TOOLS, taught_values
 from tools.tiny.talks import TALKS
 from tools.tiny.wording import is_chinese
 
@@ -33,7 +33,7 @@ def draw(rng: random.Random, *, size: int) -> Example:
         lambda: known(fact := facts.drawn_fact(rng), facts.drawn_question(rng, fact=fact)),
         lambda: presented(smalltalk.introduction(rng)),
         lambda: unknown(smalltalk.unknown_turn(rng)),
-        lambda: planned(calling.called(rng, tool=(tool := rng.choice(TOOLS)), values=tool.values(rng, False))),
+        lambda: planned(calling.called(rng, tool=(tool := calling.drawn_tool(rng)), values=taught_values(rng, tool))),
     )
     return rng.choices(makers, weights=(35, 12, 25, 12, 6, 10))[0]()
 

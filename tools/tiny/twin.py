@@ -122,9 +122,12 @@ class Draft(nn.Module):
 
 
 class Twin(nn.Module):
-    """Target, draft layer and head. Sequences have at most ``longest`` tokens."""
+    """Target, draft layer and head. Sequences have at most ``longest`` tokens.
 
-    def __init__(self, config: ModelConfig, *, longest: int) -> None:
+    ``alike``: ids whose words begin as almost that of another id, and one difference that is the same for all of them.
+    """
+
+    def __init__(self, config: ModelConfig, *, longest: int, alike: Mapping[int, int] | None = None) -> None:
         super().__init__()
         assert config.over_embedding is not None and config.draft is not None
         self.config = config
@@ -137,6 +140,9 @@ class Twin(nn.Module):
             # What is read is said alike at first: to copy a token is then one linear map for all of them. And all words
             # have a part in common, which stands in for the biases that the model lacks: by it a head can look at places.
             word = self.embedding.word
+            if alike:
+                ids, others = torch.tensor(list(alike)), torch.tensor(list(alike.values()))
+                word[ids] = 0.8 * word[others] + 0.6 * word[ids] + torch.randn(config.hidden_size) * 0.5
             self.head.weight.copy_(word * 2 / math.sqrt(config.hidden_size))
             word.add_(torch.randn(config.hidden_size) * 0.5)
             self.draft.word.copy_(word)
