@@ -19,7 +19,7 @@ from longcat_pd.models.tensor_names import draft_tensors, expected_tensors
 from longcat_pd.tiny.__main__ import main
 from longcat_pd.tiny.configs import VARIANTS, make_config
 from longcat_pd.tiny.make import write_tiny
-from longcat_pd.tiny.tokenizer import SPECIAL_TOKENS, text_files, train
+from longcat_pd.tiny.tokenizer import SPACE, SPECIAL_TOKENS, spaced_pieces, text_files, train, train_for_copies
 
 SMALL = ("num_layers=1", "n_routed_experts=2", "moe_topk=2", "hidden_size=48")
 
@@ -104,6 +104,28 @@ def test_special_ids_and_round_trip() -> None:
         assert tokenizer.decode(encoded.ids, skip_special_tokens=False) == text
     assert len(tokenizer.encode("The water is warm.").ids) < 9  # merges are used
     assert tokenizer.encode("a").ids == [tokenizer.token_to_id("a")]  # nothing is put around a text
+
+
+WORDS = "the train to Naples is late, the old trains are in the dining room; 12 old chairs, dine at 7"
+
+
+def test_a_word_is_cut_alike_with_and_without_a_space() -> None:
+    """But for its first piece, which may have the space in it; and a digit is a token of its own."""
+    tokenizer = train_for_copies(306, [WORDS] * 3, share_behind_space=0.02)
+    assert tokenizer.get_vocab_size() == 306
+    spaced, is_joined = spaced_pieces(tokenizer), set[bool]()
+    assert len(spaced) == 6 and all(
+        tokenizer.id_to_token(s) == SPACE + tokenizer.id_to_token(b) for s, b in spaced.items()
+    )
+    for word in ("Naples", "trains", "dining", "chairs", "unheard"):
+        behind, alone = (tokenizer.encode(text).ids for text in (f" {word}", word))
+        joined = behind[0] in spaced
+        is_joined.add(joined)
+        assert (alone == [spaced[behind[0]], *behind[1:]]) if joined else (alone == behind[1:])
+    assert is_joined == {True, False}
+    assert len(tokenizer.encode("2026").ids) == 4
+    for text in (WORDS, "  two  spaces\n and a\tlate 42", "你好 Naples"):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
 def render(variant: str, **options: Any) -> str:

@@ -213,6 +213,17 @@ def test_kept_values_are_copied_in_the_test_alone() -> None:
     assert len(cases & set(kept_words)) >= 10
 
 
+@pytest.mark.parametrize(("tool", "name"), [("add_note", "text"), ("search", "query"), ("turn_on_light", "room")])
+def test_some_arguments_are_nonsense_that_no_list_has(tool: str, name: str) -> None:
+    """Who knows the lists by heart fails at them; nothing that is kept is in them."""
+    rng, one = random.Random(9), next(t for t in offered.TOOLS if t.name == tool)
+    texts = [str(offered.taught_values(rng, one)[name]) for _ in range(2000)]
+    drawn_by_list = {str(one.values(rng, False)[name]) for _ in range(20_000)}
+    unheard = [text for text in texts if text not in drawn_by_list]
+    assert 0.3 < len(unheard) / len(texts) < 0.7
+    assert not any(f" {kept} " in f" {text} " for text in texts for kept in offered.KEPT)
+
+
 def test_facts_differ_and_are_many() -> None:
     every = (*facts.ENGLISH, *facts.CHINESE)
     assert len(facts.ENGLISH) >= 44 and len(facts.CHINESE) >= 12

@@ -145,6 +145,17 @@ def test_another_recipe_is_refused(feeder: Feeder, tmp_path: Path) -> None:
         training_of(feeder, replace(RECIPE, steps=9)).resume_if_kept(tmp_path)
 
 
+def test_a_piece_with_a_space_begins_almost_as_the_one_without() -> None:
+    torch.manual_seed(0)
+    twin = Twin(ModelConfig.from_dict(CONFIG), longest=8, alike={100: 30, 101: 31})
+    for words in (twin.head.weight, twin.draft.word, twin.embedding.word):
+        near = torch.cosine_similarity(
+            words[[100, 101]] - words[[100, 101]].mean(0), words[[30, 31]] - words[[30, 31]].mean(0)
+        )
+        assert near.min() > 0.6, "and one difference is common to them"
+    assert torch.cosine_similarity(twin.head.weight[102], twin.head.weight[32], dim=0).abs() < 0.4
+
+
 def test_nothing_is_resumed_where_nothing_was_kept(feeder: Feeder, tmp_path: Path) -> None:
     training = training_of(feeder)
     training.resume_if_kept(tmp_path)
