@@ -90,13 +90,16 @@ class OutgoingTransfer(OpenTransfer):
 
 
 def _refusal(message: Refuse, peer: str) -> LongcatError:
-    """The decode side's own answer has the same cause; this one must not hide it."""
+    """What the decode side answers to its own leg, repeated: the balancer must blame that side and not this one."""
     text = f"{peer}: {message.message}"
     if message.code == "overloaded":
-        return Overloaded(text)
-    if message.code in ("starting", "draining"):
-        return WorkerUnavailable(text, code=message.code)
-    return TransferFailed(text, peer_gone=True)
+        error: LongcatError = Overloaded(text)
+    elif message.code in ("starting", "draining"):
+        error = WorkerUnavailable(text, code=message.code)
+    else:
+        error = TransferFailed(text)
+    error.cause = "peer"
+    return error
 
 
 @dataclass(eq=False)

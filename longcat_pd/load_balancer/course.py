@@ -255,5 +255,5 @@ def _lesson(pair: Pair, failed: LegFailed) -> Avoid:
         pair=pair,
         blamed=blamed,
         same_pair=failed.failure.code == "transfer_failed",
-        never=failed.failure.cause == "load" or failed.failure.code == "rank_lost",
+        never=failed.failure.is_load or failed.failure.code == "rank_lost",
     )

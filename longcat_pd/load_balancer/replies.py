@@ -74,6 +74,11 @@ class Failure:
         return isinstance(self.error, WorkerRefused | WorkerUnreached)
 
     @property
+    def is_load(self) -> bool:
+        """Whether the instance that it is about takes nothing now, whoever tells it."""
+        return self.cause == "load" or self.code in _LOAD
+
+    @property
     def is_death(self) -> bool:
         """Whether a worker died under the request, of which the request may be the cause."""
         return self.code in _DEATHS or isinstance(self.error, WorkerCut | AnswerCut)

@@ -201,6 +201,7 @@ async def test_a_full_decode_pool_refuses_and_no_prefill_runs_without_a_grant() 
         await p.clock.advance(2.1)
         ends = await second.ends()
         assert all(isinstance(e, Overloaded) for e in ends), ends
+        assert [e.cause for e in ends if isinstance(e, Overloaded)] == ["peer", "load"]  # what P says is D's answer
         assert any(isinstance(m, Refuse) for m in p.router.sent)
         p.d_pencil.auto = True
         while p.d_pencil.waiting:

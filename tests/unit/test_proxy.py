@@ -318,6 +318,39 @@ async def test_after_an_echo_the_silent_side_is_the_one_to_avoid() -> None:
     assert (len(rig.cluster.of("p0")), len(rig.cluster.of("d0")), len(rig.cluster.of("d1"))) == (2, 1, 1)
 
 
+@both_ways
+@pytest.mark.parametrize("at", ["p0", "d0"])
+@pytest.mark.parametrize("lead", [-0.1, 0.0, 0.1, None], ids=["behind it", "with it", "before it", "alone"])
+@pytest.mark.parametrize("code", ["overloaded", "draining"])
+async def test_a_refusal_that_the_peer_repeats_first_is_blamed_on_who_refused(
+    body: Any, at: str, lead: float | None, code: str
+) -> None:
+    """One of the role of who refuses is not tried again, and the only one of the other role is."""
+    rig = await Rig.make("p0 d0 d1" if at == "d0" else "p0 p1 d0")
+    teller, other = ("p0", "d1") if at == "d0" else ("d0", "p1")
+    good = good_stream if body is STREAMED else whole
+    own = never if lead is None else later(rig.clock, 1, error(503, code, "load", retry_after="9"))
+    echo = later(rig.clock, 1 - (lead or 0.0), error(503, code, "peer", retry_after="1"))
+    rig.script(**{at: own, teller: [echo, prefilled if teller == "p0" else good], other: good if at == "d0" else prefilled})
+    answer = await ended(rig, rig.post(body), within_s=2)
+    assert answer.status == 200
+    assert [call.worker for call in rig.cluster.calls if call.headers["x-longcat-attempt"] == "2"] in (
+        [teller, other],
+        [other, teller],
+    )
+    assert not any(i.breaker._failures for i in rig.means.pool.instances.values())
+
+
+@pytest.mark.parametrize("names", ["p0 d0", "p0 p1 d0"])
+async def test_a_refusal_that_was_only_repeated_is_not_asked_for_again(names: str) -> None:
+    """The only instance that could take it has no room, whichever other one is in front of it."""
+    rig = await Rig.make(names)
+    rig.script(p0=error(503, "overloaded", "peer", retry_after="7"), d0=never)
+    answer = await ended(rig, rig.post())
+    assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (503, "overloaded", "7")
+    assert len(rig.cluster.calls) == 2
+
+
 async def test_an_attempt_that_is_left_before_it_has_begun_leaves_nothing() -> None:
     rig = await Rig.make()
     call = Call(route=CHAT, body=b"{}", request_id="r", deadline=rig.clock.now() + 1, is_stream=False)
