@@ -93,6 +93,8 @@ class Sight:
             state = figures.get("state", "unknown")
             if number in lost:
                 state = "lost"
+            elif state == "lost" and not lost:
+                state = "unknown"  # its instance has not said yet, or not of this life, that one is lost
             elif not instance.said:
                 state = "gone" if instance.out_reason in ("refused", "silent") else "unknown"
             shown = {key: figures.get(key) for key in _FIGURES}

@@ -44,6 +44,7 @@ class Seen:
         self.rig = rig
         self.asked: list[str] = []
         self.requests: dict[str, list[dict[str, Any]]] = {}
+        self.states = ("ok", "ok")  # of the ranks of each
         for name, instance in rig.means.pool.instances.items():
             nodes, stages = ("10.0.0.1", "10.0.0.2"), 2 if name[0] == "p" else 1
             instance.target = dataclasses.replace(instance.target, nodes=nodes, num_ranks=2, stages=stages)
@@ -58,7 +59,7 @@ class Seen:
             "transfers": 1,
             "accepted": 2.5 if call.worker[0] == "d" else None,
             "step_ms": {"prefill": None, "decode": 12.5},
-            "ranks": [rank(0), rank(1)],
+            "ranks": [rank(0, self.states[0]), rank(1, self.states[1])],
             "requests": self.requests.get(call.worker, []),
         }
         return await raw(200, json.dumps(value).encode())(call)
@@ -170,6 +171,28 @@ async def test_a_lost_rank_is_named_before_and_after_its_instance_is_gone() -> N
     await s.rig.poll()
     found = await status(s.rig)
     assert found["wrong"] == [] and found["happened"][0]["what"] == "in"
+
+
+async def test_no_rank_is_lost_before_there_are_words_for_it() -> None:
+    """The figures are asked for with each snapshot, the reasons with each poll: one may know what the other does not."""
+    s = await seen()
+    s.states = ("lost", "lost")  # as the last one of a machine that is gone
+    found = await status(s.rig)
+    assert [r["state"] for i in found["instances"] for r in i["ranks"]] == ["unknown"] * 4
+    assert found["wrong"] == [] and found["ready"]
+    lost = {"code": "rank_lost", "detail": "rank 0 ended with status -9", "rank": 0}
+    s.rig.cluster.ready["d0"] |= {"ready": False, "reasons": [lost], "ranks": {"total": 2, "ok": 0}}
+    await s.rig.poll()
+    found = await status(s.rig)
+    assert [[r["state"] for r in i["ranks"]] for i in found["instances"]] == [["unknown"] * 2, ["lost"] * 2]
+    assert [one["words"] for one in found["wrong"]] == [
+        "No request can be served: no decode instance is ready (d0 rank_lost).",
+        "d0 has lost rank 0 (place 0) on 10.0.0.1: rank 0 ended with status -9.",
+    ]
+    s.rig.cluster.ready["d0"] |= {"ready": True, "reasons": [], "incarnation": "d0-2"}  # and shows nothing of itself yet
+    await s.rig.poll()
+    found = await status(s.rig)
+    assert found["wrong"] == [] and [r["state"] for r in found["instances"][1]["ranks"]] == ["unknown"] * 2
 
 
 async def test_what_else_is_wrong_is_said_in_words() -> None:
