@@ -24,7 +24,7 @@ Fault = Literal["pass", "reset", "answer", "cut"]
 class Act:
     """What becomes of a call.
 
-    pass: it goes on to the worker. reset: the connection is reset ``after_s`` later, on both sides. answer: the relay
+    pass: it goes on to the worker, whose answer comes ``after_s`` later than it could. reset: the connection is reset ``after_s`` later, on both sides. answer: the relay
     answers with ``data`` in place of the worker, which never hears of it. cut: of the worker's answer so many events pass,
     then half of one, then the connection is reset.
     """
@@ -158,6 +158,8 @@ async def _left(reader: asyncio.StreamReader) -> None:
 
 async def _pass_answer(worker: asyncio.StreamReader, to_client: asyncio.StreamWriter, act: Act) -> None:
     head = await worker.readuntil(b"\r\n\r\n")
+    if act.fault == "pass":
+        await asyncio.sleep(act.after_s)
     to_client.write(head)
     headers = _headers(head)
     if "content-length" in headers:

@@ -1,4 +1,4 @@
-"""One of the two calls of a request fails, in every way that a network or a worker has. Failures of the kinds 1, 2, 4 to 8.
+"""One of the two calls of a request fails, in every way that a network or a worker has. Failures of the kinds 1 to 8.
 
 Real pools; between the balancer and each worker is a relay that makes the fault. Deaths by signals are in the other files.
 """
@@ -102,9 +102,8 @@ class Site:
 async def site(
     checkpoint: Path, folder: Path, *, num: int = 1, balancer: dict[str, Any] | None = None, **sections: Any
 ) -> AsyncIterator[Site]:
-    config = resolve.load(
-        cluster_file(folder, checkpoint, num_prefill=num, num_decode=num, **sections), ["model.dtype=float32"]
-    )
+    sections = {"num_prefill": num, "num_decode": num, **sections}
+    config = resolve.load(cluster_file(folder, checkpoint, **sections), ["model.dtype=float32"])
     settings = {"failover": False, **(balancer or {})}
     assert config.prefill is not None and config.decode is not None
     ports = {i.name: i.http_port for pool in (config.prefill, config.decode) for i in pool.instances}
@@ -210,6 +209,53 @@ async def test_the_prefill_of_a_failed_attempt_does_not_run_to_its_end(
         assert (await s.ask(is_streamed=False, prompt=SLOW))[:2] == (503, "worker_unavailable")
         await s.behind.idle_within(4.0)
         assert 0 < s.steps("p0", "prefill") - before < 7, "the prompt has seven chunks"
+        await s.check(right)
+
+
+# ---------------------------------------------------------------------- 3: cause and echo
+
+NUM_TURNS, ENDLESS = 6, 1900  # tokens of a request that fills an instance
+
+
+async def fill(s: Site, number: str) -> list[asyncio.Future[Any]]:
+    """A request for p0 and d0 of which the balancer knows nothing."""
+    headers = {"X-Longcat-Transfer-Id": number * 32, "X-Longcat-Deadline-Ms": "60000"}
+    legs = []
+    for instance, peer in (("p0", "d0"), ("d0", "p0")):
+        url = f"http://127.0.0.1:{s.behind.parts[instance].spec.http_port}/v1/completions"
+        sent = s.topology.client.post(url, json={**BODY, "max_tokens": ENDLESS}, headers={**headers, "X-Longcat-Peer": peer})
+        legs.append(asyncio.ensure_future(sent))
+    return legs
+
+
+async def holds_one(s: Site, figure: str) -> None:
+    """Until it is so at d0."""
+    until = asyncio.get_running_loop().time() + 10.0
+    while (await s.behind.account())["instances"]["d0"]["driver"][figure] != 1:
+        assert asyncio.get_running_loop().time() < until, figure
+        await asyncio.sleep(0.01)
+
+
+async def test_who_has_no_room_is_blamed_though_its_peer_tells_it_first(tiny: MakeCheckpoint, tmp_path: Path) -> None:
+    long = {"max_model_len": 2048}
+    full = {**long, "max_num_seqs": 1, "max_queued_requests": 1}
+    async with site(tiny("2.0"), tmp_path, num_decode=2, prefill_engine=long, decode_engine=full) as s:
+        _, right, _ = await s.ask(is_streamed=False)
+        running = await fill(s, "a")
+        await holds_one(s, "requests_running")
+        waiting = await fill(s, "b")
+        await holds_one(s, "requests_waiting")
+        s.script("none")
+        s.relays["d0"].script(Act("pass", after_s=0.1))
+        for number in range(NUM_TURNS):
+            assert (await s.ask(is_streamed=bool(number % 2)))[:2] == (200, right)
+        assert not any(leg.done() for leg in (running[1], *waiting)), "there was no room at d0 all the time"
+        assert await s.metric("retries_total") == len(s.relays["d0"].calls) >= NUM_TURNS // 2
+        assert await s.metric("breaker_open") == 0
+        for leg in (*running, *waiting):
+            leg.cancel()
+        await asyncio.gather(*running, *waiting, return_exceptions=True)
+        assert isinstance(right, list)
         await s.check(right)
 
 
