@@ -24,9 +24,9 @@ Fault = Literal["pass", "reset", "answer", "cut"]
 class Act:
     """What becomes of a call.
 
-    pass: it goes on to the worker, whose answer comes ``after_s`` later than it could. reset: the connection is reset ``after_s`` later, on both sides. answer: the relay
-    answers with ``data`` in place of the worker, which never hears of it. cut: of the worker's answer so many events pass,
-    then half of one, then the connection is reset.
+    pass: it goes on to the worker, whose answer comes ``after_s`` later than it could. reset: the connection is reset
+    ``after_s`` later, on both sides. answer: the relay answers with ``data`` in place of the worker, which never hears of
+    it. cut: of the worker's answer so many events pass, then half of one, then the connection is reset.
     """
 
     fault: Fault = "pass"

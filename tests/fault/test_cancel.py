@@ -41,6 +41,25 @@ async def leave_after(topology: Topology, seconds: float, **fields: Any) -> bool
         return bool(done)
 
 
+async def inside(topology: Topology, **wanted: tuple[int, int]) -> None:
+    """Until so many requests are running and waiting at these instances."""
+    until = time.monotonic() + 10.0
+    while True:
+        drivers = {name: one["driver"] for name, one in (await topology.account())["instances"].items()}
+        found = {name: (drivers[name]["requests_running"], drivers[name]["requests_waiting"]) for name in wanted}
+        if found == wanted:
+            return
+        assert time.monotonic() < until, found
+        await asyncio.sleep(0.01)
+
+
+def prefill_steps(topology: Topology) -> float:
+    """How many p0 has done."""
+    lines = topology.parts["p0"].metrics.render().decode().splitlines()
+    (count,) = (line for line in lines if line.startswith("longcat_pd_step_seconds_count{") and 'phase="prefill"' in line)
+    return float(count.rpartition(" ")[2])
+
+
 async def incarnations(topology: Topology) -> list[str]:
     return [worker["incarnation"] for worker in (await topology.account())["instances"].values()]
 
@@ -49,9 +68,12 @@ async def incarnations(topology: Topology) -> list[str]:
 async def test_leaving_at_every_twentieth_of_a_life(topology: Topology, is_streamed: bool) -> None:
     before = await incarnations(topology)
     first = await topology.complete(PROMPT, max_tokens=24)
-    began = time.monotonic()
-    assert (await topology.complete(PROMPT, max_tokens=24))["token_ids"] == first["token_ids"]
-    life = time.monotonic() - began
+    lives = []
+    for _ in range(3):
+        began = time.monotonic()
+        assert (await topology.complete(PROMPT, max_tokens=24))["token_ids"] == first["token_ids"]
+        lives.append(time.monotonic() - began)
+    life = min(lives)  # as another's work on this machine may have made one long
     ended = 0
     for part in range(20):
         ended += await leave_after(topology, life * part / 20, stream=is_streamed)
@@ -72,13 +94,18 @@ async def test_many_leave_at_once_while_others_stay(topology: Topology) -> None:
 
 
 async def test_a_deadline_ends_a_request_in_any_phase(topology: Topology) -> None:
+    late = []
     for limit in (0.05, 0.15, 0.3, 0.6):
+        began = time.monotonic()
         answer = await topology.client.post(
             "/v1/completions", json={**BODY, "max_tokens": 200}, headers={"X-Request-Timeout": str(limit)}
         )
+        late.append(time.monotonic() - began - limit)
         assert answer.status_code == 504, answer.text
         assert answer.json()["error"]["code"] == "deadline_exceeded"
         await topology.idle_within()
+    print(f"told {', '.join(f'{1000 * seconds:.0f} ms' for seconds in late)} after the deadline")
+    assert min(late) < 0.5, "before the answer would have ended"
 
 
 async def test_leaving_while_queued_for_the_decode_pool(tiny: MakeCheckpoint, tmp_path: Path) -> None:
@@ -91,12 +118,15 @@ async def test_leaving_while_queued_for_the_decode_pool(tiny: MakeCheckpoint, tm
         decode_engine={"max_num_seqs": 1},
     )
     async with pools(resolve.load(path, ["model.dtype=float32"])) as topology:
-        alone = await topology.complete(PROMPT, max_tokens=100)
-        running = asyncio.ensure_future(topology.complete(PROMPT, max_tokens=100))
-        await asyncio.sleep(0.5)
-        assert not await leave_after(topology, 0.3)
-        account = await topology.account()
-        assert account["instances"]["d0"]["driver"]["requests_waiting"] == 0
+        alone = await topology.complete(PROMPT, max_tokens=200)
+        running = asyncio.ensure_future(topology.complete(PROMPT, max_tokens=200))
+        await inside(topology, p0=(0, 0), d0=(1, 0))
+        before = prefill_steps(topology)
+        waiting = asyncio.ensure_future(topology.complete(PROMPT, max_tokens=200))
+        await inside(topology, p0=(1, 0), d0=(1, 1))
+        assert prefill_steps(topology) == before
+        waiting.cancel()
+        await inside(topology, p0=(0, 0), d0=(1, 0))
         assert (await running)["token_ids"] == alone["token_ids"]
         await topology.idle_within()
         many = [topology.complete(PROMPT, max_tokens=4) for _ in range(6)]

@@ -24,8 +24,9 @@ SHORT = list(range(100, 110))
 QUEUE_S = 1.0
 SLACK_S = 2.0
 SHORT_STEP_S, STEP_S, LONG_STEP_S = sorted(SLOW_S.values())
-LONG = 60  # tokens, each of a tenth of a slow step
+LONG = 110  # tokens, each of a tenth of a slow step: three times as long as others wait for room
 PROBES = 20
+OVERDUE_S = 2.0  # of the five of a step: who is to be refused meanwhile has time to come
 
 
 def prompt(step_s: float) -> list[int]:
@@ -192,7 +193,7 @@ async def test_slow_steps_and_probes_are_told_as_they_are(tiny: MakeCheckpoint, 
 
 
 async def test_a_step_beyond_its_time_is_overdue_until_it_ends(tiny: MakeCheckpoint, tmp_path: Path) -> None:
-    engine = {"step_timeout_s": LONG_STEP_S / 2, "rank_lost_s": 60.0}
+    engine = {"step_timeout_s": OVERDUE_S, "rank_lost_s": 60.0}
     short = {"max_num_batched_tokens": 512}
     async with slow_pools(tiny("2.0"), tmp_path, prefill_engine={**engine, **short}) as topology:
         right = ids_of(await ask(topology, SHORT, 4))

@@ -24,6 +24,7 @@ AS_JSON = {"type": "json_schema", "json_schema": {"name": "letter", "schema": SC
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 WORDS = ("the", "model", "reads", "a", "prompt", "and", "writes", "one", "more", "word", "until", "it", "is", "done")
 FINE = [300, 301]
+ENDS_WITHIN_S = 120.0  # whatever a request is, it has its end then
 UNKNOWN_ID = 999_999  # only the prefill side knows that the vocabulary ends before it
 
 
@@ -210,7 +211,8 @@ async def serve(url: str, wanted: Iterator[Ask], *, at_once: int) -> list[End]:
     async def one() -> None:
         client = Client(url)
         for ask in wanted:
-            ends.append(await client.ask(ask))
+            async with asyncio.timeout(ENDS_WITHIN_S):
+                ends.append(await client.ask(ask))
         client.close()
 
     await asyncio.gather(*(one() for _ in range(at_once)))

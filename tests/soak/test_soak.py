@@ -28,6 +28,7 @@ from tests.topology import Topology, cluster_file
 QUIET_S = 7.0  # after it, servers have closed the connections that were kept for a next request
 IDLE_S = 10.0  # of a machine that does other things too
 GOOD_FINISHES = ("stop", "length", "tool_calls")
+LATE_S = 1.0  # after a deadline: stated for each, and asked here of most, as the machine does other things too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +156,12 @@ def check_ends(ends: list[End]) -> None:
     strange = [end for end in ends if (end.status, end.code) not in meant[end.ask.intent]]
     assert not strange, strange[:5]
     assert all(len(end.finishes) == end.ask.body.get("n", 1) for end in ends if end.ask.intent == "good")
+    assert statistics.median(overdue(ends)) < LATE_S
+
+
+def overdue(ends: list[End]) -> list[float]:
+    """Seconds from its deadline to the end of each that had one."""
+    return sorted(end.seconds - end.ask.time_limit_s for end in ends if end.ask.time_limit_s is not None)
 
 
 def check_counters(ends: list[End], before: Series, after: Series) -> None:
@@ -229,6 +236,8 @@ def report(parts: list[Part], ends: list[End], *, early: Quiet, late: Quiet) -> 
     print(f"\n{len(ends)} requests in {seconds:.0f} s, {len(ends) / seconds:.1f}/s")
     for kind, count in sorted(counted(ends).items()):
         print(f"  {count:6} {kind}")
+    behind = overdue(ends)
+    print(f"deadlines: ended {1000 * statistics.median(behind):.0f} ms after, at most {1000 * behind[-1]:.0f} ms")
     tenth = max(len(parts) // 10, 1)
     times = [latency(parts[first : first + tenth]) * 1000 for first in range(0, len(parts), tenth)]
     print("median ms of good ones, by tenth: " + " ".join(f"{ms:.1f}" for ms in times))
