@@ -6,6 +6,7 @@ one run, so that their ratio holds where absolute rates do not.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import sys
@@ -37,6 +38,7 @@ decode:
 REFUSALS = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
 LENGTH, NUM_TOKENS = 16, 8
 WITHIN_S = 5.0
+ANSWERED_S = 120.0  # longest time of any request: who is accepted is answered, and who is refused is told at once
 IDLE_S = 2.0
 
 
@@ -94,17 +96,23 @@ class Crowd:
         self._number = 0
 
     async def run(self, until: asyncio.Event) -> None:
-        """One client, from now until it has its answer after ``until`` is set."""
+        """One client, from now until it has its answer after ``until`` is set. Raises BenchFailed if one does not come."""
         reader, writer = await asyncio.open_connection(self._address.hostname, self._address.port)
         while not until.is_set():
             began = self._clock.now()
             writer.write(self._next_request())
-            status = await _status(reader)
+            status = await self._answer(reader)
             now = self._clock.now()
             self.answers.append(Answered(at=now, seconds=now - began, status=status))
             if status != httpx.codes.OK:
                 await self._clock.sleep(self._course.pause_s)
         writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader) -> int:
+        try:
+            return await self._clock.within(ANSWERED_S, _status(reader))
+        except TimeoutError:
+            raise BenchFailed(f"a request has no answer after {ANSWERED_S:g} s") from None
 
     def _next_request(self) -> bytes:
         self._number += 1
@@ -128,7 +136,7 @@ async def overloaded(url: str, course: Course) -> Outcome:
     """Run a course against a server.
 
     Raises:
-        BenchFailed: an answer was neither good nor a refusal, or something is kept when all have their answers.
+        BenchFailed: an answer was neither good nor a refusal, or did not come, or something is kept when all have theirs.
     """
     clock, crowd = MonotonicClock(), Crowd(url, course)
     some_end, all_end = asyncio.Event(), asyncio.Event()
@@ -189,6 +197,8 @@ def recovery_rows(folder: Path, course: Course) -> Iterator[Row]:
         config.write_text(CLUSTER % (model, PORT, inflight, queued, PREFILL_PORT, queued, DECODE_PORT), encoding="utf-8")
         with cluster(config, root=folder) as served:
             outcome = asyncio.run(overloaded(served.url, course))
+        rates = " ".join(f"{rate:.0f}" for rate in outcome.seconds_after)
+        sys.stderr.write(f"{who} refusing: {outcome.before:.1f} requests/s before, in each second after {rates}\n")
         yield from rows_of(outcome, who)
 
 
@@ -211,8 +221,9 @@ def rows_of(outcome: Outcome, who: str) -> Iterator[Row]:
     )
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print this part alone."""
+    argparse.ArgumentParser(prog="python -m longcat_pd.bench.recovery", description=__doc__).parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="longcat-recovery-") as scratch:
         rows = list(recovery_rows(Path(scratch), Course()))
     sys.stdout.write(report.table(report.machine(), rows) + "\n")
