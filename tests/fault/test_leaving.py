@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.fault.switched import until
 from tests.fault.test_killed import BODY, call
 from tests.parity.conftest import MakeCheckpoint
 from tests.processes import Processes, instance_answer, ready, running
@@ -99,9 +101,9 @@ async def signalled(processes: Processes, topology: Topology, good: list[int], n
 async def signalled_twice(processes: Processes, topology: Topology, good: list[int], name: str) -> None:
     """The second signal cuts what is open, and the status says so."""
     streams = await open_streams(topology, 4)
-    for _ in range(2):
-        processes.signal(name, signal.SIGTERM)
-        await asyncio.sleep(0.2)
+    processes.signal(name, signal.SIGTERM)
+    await until(partial(is_leaving, processes, topology, name), PATIENCE_S, "of two signals that come together one is seen")
+    processes.signal(name, signal.SIGTERM)
     status = await asyncio.to_thread(processes.wait, name, PATIENCE_S)
     ends = await asyncio.gather(*streams)
     print(f"{name}: status {status}, streams end with {sorted(end[:60] for end in ends)}")
@@ -111,6 +113,10 @@ async def signalled_twice(processes: Processes, topology: Topology, good: list[i
     processes.start(name)
     await ready(processes.http_urls[name], topology.client, PATIENCE_S)
     assert await call(topology, is_streamed=True) == good
+
+
+async def is_leaving(processes: Processes, topology: Topology, name: str) -> bool:
+    return not (await instance_answer(processes, topology, name, "/ready"))["ready"]
 
 
 async def balancer_leaves(processes: Processes, topology: Topology) -> None:
