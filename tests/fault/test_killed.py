@@ -21,6 +21,7 @@ PROMPT = list(range(100, 100 + 4 * CHUNK + 20))
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 MOMENTS_S = (0.08, 0.25, 0.8)
 MORE_MOMENTS_S = (0.02, 0.15, 0.4, 1.2)
+GONE_WITHIN_S = 20.0  # the ranks of a driver that is gone; of a machine that does many things at once
 ENDS_WITHIN_S = 12.0  # a lost connection is seen at once, a silent link after five seconds
 TYPED = {"worker_unavailable", "transfer_failed", "rank_lost", "draining", "starting", "engine_fault"}
 
@@ -69,7 +70,7 @@ async def one_life(processes: Processes, topology: Topology, victim: str, moment
     for outcome in await asyncio.wait_for(asyncio.gather(*calls), ENDS_WITHIN_S):
         assert outcome == good or outcome in TYPED, outcome
     processes.wait(victim)
-    assert processes.left_of(victim, grace_s=5.0) == [], "the ranks of a killed driver end by themselves"
+    assert processes.left_of(victim, grace_s=GONE_WITHIN_S) == [], "the ranks of a killed driver end by themselves"
     processes.start(victim)
     await ready(processes.http_urls[victim], topology.client)
     await ready(topology.url, topology.client)
@@ -100,6 +101,6 @@ async def test_the_balancer_is_killed_and_comes_back(tiny: MakeCheckpoint, tmp_p
         for outcome in await asyncio.gather(*calls, return_exceptions=True):
             assert isinstance(outcome, httpx.TransportError)
         processes.start("balancer")
-        await ready(topology.url, topology.client, seconds=8.0)
+        await ready(topology.url, topology.client)  # three seconds are stated, and measured by ``test_balancer_process.py``
         assert await call(topology, is_streamed=True) == good
-        await topology.idle_within(3.0)
+        await topology.idle_within()

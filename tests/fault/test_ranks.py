@@ -15,13 +15,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fault.test_killed import BODY, call
+from tests.fault.test_killed import BODY, GONE_WITHIN_S, call
 from tests.parity.conftest import MakeCheckpoint
 from tests.processes import Processes, instance_answer, ranks_of, ready, running
 from tests.topology import Topology, cluster_file
 
 RANK_LOST_S = 2.0
 SILENT_S = 5.0
+BACK_WITHIN_S = 15.0  # of what was only stopped
 OVER = {"rank_lost", "draining"}  # the second for those that came when it was over already
 
 
@@ -44,7 +45,7 @@ async def lost_with_all_its_requests(processes: Processes, name: str, calls: lis
     assert all(outcome == good or outcome in OVER for outcome in outcomes), outcomes
     assert "rank_lost" in outcomes
     assert processes.wait(name) == 1
-    assert processes.left_of(name, grace_s=8.0) == []
+    assert processes.left_of(name, grace_s=GONE_WITHIN_S) == []
     assert "rank_stack" in processes.log(name), "the stacks of the others are in the log"
 
 
@@ -91,8 +92,8 @@ async def test_a_rank_is_stopped_and_goes_on_or_does_not(tiny: MakeCheckpoint, t
         assert [(r["code"], r["rank"]) for r in said["reasons"]] == [("rank_silent", 0)]
         os.kill(rank, signal.SIGCONT)
         assert await asyncio.gather(*under_way) == [good, good]
-        await ready(processes.http_urls[victim], topology.client, 3.0)
-        await ready(topology.url, topology.client, 3.0)
+        await ready(processes.http_urls[victim], topology.client, BACK_WITHIN_S)
+        await ready(topology.url, topology.client, BACK_WITHIN_S)
         under_way = calls(topology, 2)
         await asyncio.sleep(0.15)
         os.kill(rank, signal.SIGSTOP)
@@ -117,7 +118,7 @@ async def test_a_driver_is_stopped(tiny: MakeCheckpoint, tmp_path: Path, victim:
                 assert await call(topology, is_streamed=False) == "worker_unavailable"
             processes.signal(victim, signal.SIGCONT)
             assert all(outcome in outcomes for outcome in await asyncio.gather(*under_way))
-            await ready(topology.url, topology.client, 8.0)
+            await ready(topology.url, topology.client, BACK_WITHIN_S)
             assert await call(topology, is_streamed=True) == good
             await topology.idle_within(8.0)
 
@@ -138,7 +139,7 @@ async def test_one_of_two_dies_and_the_other_takes_its_requests(tiny: MakeCheckp
             outcomes = await asyncio.wait_for(asyncio.gather(*under_way), 15.0)
             assert outcomes.count(good) == len(outcomes), outcomes  # also those of which tokens had left
             assert set(await asyncio.gather(*map(_whole, [topology] * 4))) == {tuple(good)}
-            assert processes.left_of(victim, grace_s=8.0) == []
+            assert processes.left_of(victim, grace_s=GONE_WITHIN_S) == []
             await back_again(processes, topology, victim, good)
 
 
@@ -158,7 +159,7 @@ async def test_a_rank_dies_while_its_instance_starts(tiny: MakeCheckpoint, tmp_p
             await asyncio.sleep(0.02)
         os.kill(ranks[-1], signal.SIGKILL)
         assert processes.wait("p0", 30.0) == 1
-        assert processes.left_of("p0", grace_s=8.0) == []
+        assert processes.left_of("p0", grace_s=GONE_WITHIN_S) == []
         assert processes.log("p0").count("start_failed") == 1
         processes.start("p0")
         async with httpx.AsyncClient(trust_env=False) as client:
