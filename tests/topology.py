@@ -36,7 +36,7 @@ from tests.forks import start_server
 from tests.ports import free_base
 
 BLOCK, CHUNK = 16, 64
-IDLE_S = 4.0  # stated: two, after the last request ended; less than the five of a silent link, which is no way to free them
+IDLE_S = 2.0  # accounts are back so long after the last request ended
 
 Build = Callable[[Parts], tuple[Any, Any]]
 ROLES: dict[str, tuple[str, Build]] = {
