@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tools.tiny import arithmetic, calling, facts, recall, smalltalk, thinking
+from tools.tiny import arithmetic, calling, facts, openers, recall, smalltalk, thinking
 from tools.tiny.examples import Example
 from tools.tiny.recipe import NUM_DRAFTS, SHARES, Recipe
 from tools.tiny.rendering import Rendered, Renderer
@@ -26,6 +26,7 @@ SKILLS: Mapping[str, Draw] = {
     "recall": recall.draw,
     "calling": calling.draw,
     "thinking": thinking.draw,
+    "openers": openers.draw,
 }
 COPY = "copy"
 PAD = 3

@@ -104,14 +104,18 @@ class Recipe:
     """Numbers of a training. Times are steps of the optimizer."""
 
     seed: int = 0
-    steps: int = 6400
+    steps: int = 7200
     pool: int = 128  # documents drawn at a time, and sorted by length into batches
     tokens_per_step: int = 3072  # padded, of a batch; one batch is a step
     learning_rate: float = 1.5e-3
     muon_factor: float = 2.0  # its rate, as a multiple of the other's
     final_rate: float = 0.02  # the last step's rate, as a part of the first's; a cosine between
-    second_from: int = 4700  # where the rate has come down once; then it begins again at ``second_rate`` of the first's
+    second_from: int = (
+        4700  # where the rate has come down; then it begins again at ``second_rate`` of the first's, and so on
+    )
     second_rate: float = 0.35
+    third_from: int = 6400
+    third_rate: float = 0.3
     warmup_steps: int = 50
     weight_decay: float = 0.02
     clip: float = 1.0
@@ -120,7 +124,7 @@ class Recipe:
     index_from: int = 225  # the step from which indexers learn
     sparse_from: int = 1125  # from here on attention sees the chosen keys alone
     balance_rate: float = 5e-4  # how far the router's bias goes a step
-    late_from: int = 1200  # the step from which the second of SHARES holds; the third does from ``second_from``
+    late_from: int = 1200  # from when the second of SHARES holds; the others do from ``second_from`` and ``third_from``
     copies_alone: int = 48  # until copies have so many tokens, there is nothing else
     copy_share_later: float = 0.06  # of documents, from then on
     copy_holds: float = 0.75  # of the tokens of a second half, guessed right
@@ -131,11 +135,21 @@ class Recipe:
     last_pairs: int = 48
 
 
-# Of the documents that are not copied sequences: how often each skill is drawn, first, from ``late_from``, and at last.
-# Wordings are learnt soon, and so is recall, whose documents are ten times as long as sums; sums and calls take many
-# examples.
+# Of the documents that are not copied sequences: how often each skill is drawn, first, from ``late_from``, and in the
+# second and third round. Wordings are learnt soon, and so is recall, whose documents are ten times as long as sums; sums
+# and calls take many examples. Who has learnt a few dozen openers by heart takes a new one for something else: so at last
+# the many ways to say them (``openers``).
 SHARES = (
     {"facts": 0.26, "smalltalk": 0.12, "arithmetic": 0.22, "recall": 0.22, "calling": 0.10, "thinking": 0.08},
     {"facts": 0.15, "smalltalk": 0.11, "arithmetic": 0.32, "recall": 0.14, "calling": 0.16, "thinking": 0.12},
     {"facts": 0.11, "smalltalk": 0.10, "arithmetic": 0.27, "recall": 0.06, "calling": 0.28, "thinking": 0.18},
+    {
+        "facts": 0.14,
+        "smalltalk": 0.14,
+        "arithmetic": 0.20,
+        "recall": 0.06,
+        "calling": 0.18,
+        "thinking": 0.14,
+        "openers": 0.14,
+    },
 )

@@ -108,13 +108,13 @@ class Training:
         return self.step >= self.recipe.index_from
 
     def rate(self) -> float:
-        """The learning rate of this step: a rise, then twice a cosine down to ``final_rate``."""
-        recipe = self.recipe
-        second = min(recipe.second_from, recipe.steps)
-        is_second = self.step >= second
-        first, last, top = (second, recipe.steps, recipe.second_rate) if is_second else (0, second, 1.0)
-        rise = min(1.0, (self.step - first + 1) / recipe.warmup_steps)
-        fall = 0.5 * (1 + math.cos(math.pi * (self.step - first) / (last - first)))
+        """The learning rate of this step: a rise, then a cosine down to ``final_rate``, three times."""
+        recipe, step = self.recipe, self.step
+        starts = [0, *(min(start, recipe.steps) for start in (recipe.second_from, recipe.third_from)), recipe.steps]
+        number = 1 if step < starts[1] else 2 if step < starts[2] else 3
+        first, last, top = starts[number - 1], starts[number], (1.0, recipe.second_rate, recipe.third_rate)[number - 1]
+        rise = min(1.0, (step - first + 1) / recipe.warmup_steps)
+        fall = 0.5 * (1 + math.cos(math.pi * (step - first) / (last - first)))
         return recipe.learning_rate * rise * (recipe.final_rate + (top - recipe.final_rate) * fall)
 
     def advance(self) -> Seen:
@@ -137,7 +137,9 @@ class Training:
     def _next(self) -> Batch:
         pace = self.pace
         if not self._waiting:  # a training that goes on may stand within a pool
-            pace.curriculum.diet = (self.step >= self.recipe.late_from) + (self.step >= self.recipe.second_from)
+            recipe = self.recipe
+            changes = (recipe.late_from, recipe.second_from, recipe.third_from)
+            pace.curriculum.diet = sum(self.step >= change for change in changes)
             pace.drawn_for = pace.drawn_for if pace.taken else replace(pace.curriculum)
             self._waiting = self.feeder(pace.pool, pace.drawn_for)[pace.taken :]
         pace.taken += 1
