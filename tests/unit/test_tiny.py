@@ -114,9 +114,7 @@ def test_a_word_is_cut_alike_with_and_without_a_space() -> None:
     tokenizer = train_for_copies(306, [WORDS] * 3, share_behind_space=0.02)
     assert tokenizer.get_vocab_size() == 306
     spaced, is_joined = spaced_pieces(tokenizer), set[bool]()
-    assert len(spaced) == 6 and all(
-        tokenizer.id_to_token(s) == SPACE + tokenizer.id_to_token(b) for s, b in spaced.items()
-    )
+    assert len(spaced) == 6 and all(tokenizer.id_to_token(s) == SPACE + tokenizer.id_to_token(b) for s, b in spaced.items())
     for word in ("Naples", "trains", "dining", "chairs", "unheard"):
         behind, alone = (tokenizer.encode(text).ids for text in (f" {word}", word))
         joined = behind[0] in spaced

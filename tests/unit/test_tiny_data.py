@@ -11,7 +11,7 @@ from functools import cache
 import jsonschema
 import pytest
 
-from tools.tiny import arithmetic, calling, facts, offered, recall, smalltalk, subjects, talks, thinking
+from tools.tiny import arithmetic, calling, facts, offered, openers, recall, smalltalk, subjects, talks, thinking
 from tools.tiny.arithmetic import digit_by_digit
 from tools.tiny.corpus import corpus
 from tools.tiny.examples import Example
@@ -248,6 +248,19 @@ def test_it_says_who_it_is() -> None:
     assert len(unknown) == len(subjects.UNSEEN_SUBJECTS) + len(subjects.UNSEEN_SUBJECTS_IN_CHINESE)
     wordings = [plain(text) for talk in talks.TALKS for text in (*talk.asked, *talk.unseen)]
     assert not set(wordings) & {plain(text) for fact in facts.ENGLISH for text in fact.asked}
+
+
+def test_openers_are_many_and_none_that_is_kept() -> None:
+    rng = random.Random("openers")
+    made = [openers.draw(rng, size=0) for _ in range(5000)]
+    assert len(questions(tuple(made))) > 1500
+    assert {e.answer.content for e in made} == {talk.answer for talk in talks.TALKS}
+    for example in made:
+        talk = next(talk for talk in talks.TALKS if talk.answer == example.answer.content)
+        assert is_chinese(question(example)) == is_chinese(talk.answer)
+        assert plain(question(example)) not in smalltalk.HELD_OUT
+        if talk in talks.TALKS[:2]:  # nor does a greeting before one make it another
+            assert not any(openers.bare(kept) in openers.bare(question(example)) for kept in talk.unseen)
 
 
 def test_the_corpus_has_the_words_of_all_skills() -> None:

@@ -185,24 +185,27 @@ def test_stories_grow_only_while_recall_holds() -> None:
 
 
 def test_the_rate_rises_and_falls() -> None:
-    training = Training(Twin(ModelConfig.from_dict(SMALL), longest=8), replace(RECIPE, steps=100, second_from=60), None)  # type: ignore[arg-type]
+    training = Training(
+        Twin(ModelConfig.from_dict(SMALL), longest=8), replace(RECIPE, steps=140, second_from=60, third_from=100), None
+    )  # type: ignore[arg-type]
     rates = list[float]()
-    for training.step in range(100):
+    for training.step in range(140):
         rates.append(training.rate())
     assert rates[0] == pytest.approx(RECIPE.learning_rate / 2, rel=1e-2)
     assert max(rates) <= RECIPE.learning_rate
-    assert rates[59] < 0.03 * RECIPE.learning_rate and rates[-1] < 0.03 * RECIPE.learning_rate
+    assert max(rates[59], rates[99], rates[139]) < 0.03 * RECIPE.learning_rate
     assert max(rates[60:]) == pytest.approx(RECIPE.second_rate * RECIPE.learning_rate, rel=0.01)
+    assert max(rates[100:]) == pytest.approx(RECIPE.third_rate * RECIPE.learning_rate, rel=0.01)
 
 
-def test_the_diet_changes_twice(text: TextProcessor) -> None:
-    recipe = replace(RECIPE, late_from=1, second_from=2, steps=3, pool=1)
+def test_the_diet_changes_three_times(text: TextProcessor) -> None:
+    recipe = replace(RECIPE, late_from=1, second_from=2, third_from=3, steps=4, pool=1)
     training = training_of(Feeder(recipe, Renderer(text), vocab_size=CONFIG["vocab_size"], longest=LONGEST), recipe)
     diets = list[int]()
-    for _ in range(3):
+    for _ in range(4):
         training.advance()
         diets.append(training.pace.drawn_for.diet)
-    assert diets == [0, 1, 2]
+    assert diets == [0, 1, 2, 3]
     assert all(sum(shares.values()) == pytest.approx(1.0) for shares in SHARES)
 
 

@@ -94,11 +94,15 @@ SHARE_OF_OTHERS, SHARE_IN_CHINESE, SHARE_OF_QUESTIONS = 0.3, 0.45, 0.5
 def draw(rng: random.Random, *, size: int) -> Example:
     """A request to say who is there, or another talk behind a greeting."""
     talk = rng.choice(TALKS[2:]) if rng.random() < SHARE_OF_OTHERS else TALKS[rng.random() < SHARE_IN_CHINESE]
-    kept = [bare(question) for question in talk.unseen]
-    while any(one in bare(question := worded(rng, talk=talk)) for one in kept) or plain(question) in HELD_OUT:
+    while is_kept(question := worded(rng, talk=talk), talk=talk):
         pass
     turn = Turn(question=question, answer=talk.answer)
     return dialogue([turn], system=rng.choice(SYSTEMS) if rng.random() < SHARE_OF_SYSTEMS else None)
+
+
+def is_kept(question: str, *, talk: Talk) -> bool:
+    """Whether a wording that is kept for the test is this one, or of this talk and inside of it."""
+    return plain(question) in HELD_OUT or any(bare(kept) in bare(question) for kept in talk.unseen)
 
 
 def bare(question: str) -> str:
