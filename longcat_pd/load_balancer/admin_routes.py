@@ -29,8 +29,11 @@ def admin_routes(face: Face) -> dict[str, Callable[[Request], Awaitable[Response
                 known = ", ".join(face.means.pool.instances)
                 raise InvalidRequest(f"instance = {name!r} is not one of {known}", param="instance")
             num_open = instance.open_legs
+        target = name or face.served.instance
         if draining:
-            log.logger().info("drain_started", target=name or face.served.instance, open=num_open)
+            log.logger().info("drain_started", target=target, open=num_open)
+        else:
+            log.logger().info("undrained", target=target, open=num_open)
         return json_response({"draining": draining, "open": num_open}, status=202)
 
     async def drain(request: Request) -> Response:

@@ -128,6 +128,7 @@ def _admin_routes(name: str, gate: Gate) -> Routes:
     async def undrain(request: Request) -> Response:
         await check(request)
         gate.undrain()
+        log.logger().info("undrained", open=gate.num_open)
         return json_response({"draining": False, "open": gate.num_open}, status=202)
 
     return {"/admin/drain": drain, "/admin/undrain": undrain}

@@ -16,6 +16,8 @@ import pytest
 import yaml
 
 from longcat_pd.config import resolve
+from longcat_pd.config.schema import ClusterConfig
+from tests.collector import collecting
 from tests.integration.test_metrics_move import BODY, COMPLETIONS, DRAFTS, LONG
 from tests.parity.conftest import MakeCheckpoint
 from tests.ports import free_base
@@ -94,16 +96,23 @@ async def use(topology: Topology) -> None:
 async def test_every_query_of_the_dashboard_returns_data(tiny: MakeCheckpoint, tmp_path: Path) -> None:
     (tmp_path / "admin").write_text("chief\n")
     path = cluster_file(tmp_path, tiny("2.0+predictable"), prefill_engine=DRAFTS, decode_engine=DRAFTS)
-    config = resolve.load(path, ["model.dtype=float32", f"load_balancer.admin_key_file={tmp_path / 'admin'}"])
+    with collecting() as collector:
+        settings = [f"load_balancer.admin_key_file={tmp_path / 'admin'}", f"tracing.endpoint={collector.url}"]
+        config = resolve.load(path, ["model.dtype=float32", *settings])
+        await check_all(config, tmp_path)
+
+
+async def check_all(config: ClusterConfig, folder: Path) -> None:
     assert config.prefill is not None and config.decode is not None
     places = [place for pool in (config.prefill, config.decode) for place in pool.instances]
     async with pools(config) as pair:
         await pair.complete(BODY["prompt"])  # so that what comes with its first use has a count before the rates
         targets = [pair.url.removeprefix("http://"), *(f"{place.host}:{place.http_port}" for place in places)]
-        async with prometheus(tmp_path, targets) as store:
+        async with prometheus(folder, targets) as store:
             await store.until('count(up{job="longcat_pd"} == 1) == 3')
             await use(pair)
             await store.until(f"sum(increase(longcat_pd_requests_total{{role='load_balancer'}}[{INTERVAL}])) > 1")
+            await store.until("sum(increase(longcat_pd_trace_spans_total{outcome='exported'}[1m])) > 1")
             for query in dashboard_queries():
                 values = await store.values(filled_in(query, INTERVAL))
                 assert any(math.isfinite(value) for value in values), (query, values)

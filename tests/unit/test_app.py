@@ -3,12 +3,14 @@
 # ruff: noqa: E501 - tables
 
 import asyncio
+import io
 import json
 from dataclasses import replace
 
 import httpx
 import pytest
 
+from longcat_pd import log
 from longcat_pd.config.schema import LoadBalancerConfig
 from longcat_pd.engine.request import Delta, Event
 from longcat_pd.errors import ConfigError, Overloaded, RankLost, TransferFailed, WorkerUnavailable
@@ -286,8 +288,9 @@ async def test_a_key_file_without_a_key_is_refused(folder, tmp_path):
 async def test_draining_by_the_operator(folder, tmp_path):
     options = {"admin_key_file": key_file(tmp_path, b"root"), "api_key_file": key_file(tmp_path, b"a", b"b")}
     admin, client_key = {"Authorization": "Bearer root"}, {"Authorization": "Bearer a"}
-    service = FakeService(folder, plays([EOS]))
+    service, out = FakeService(folder, plays([EOS])), io.StringIO()
     async with client_of(service, **options) as client:
+        log.set_up(stream=out)
         assert (await client.post("/admin/drain", headers=client_key)).status_code == 401
         for wrong in ({"instance": "d7"}, {"instance": 7}, []):
             assert (await client.post("/admin/drain", headers=admin, json=wrong)).status_code == 400, wrong
@@ -302,6 +305,9 @@ async def test_draining_by_the_operator(folder, tmp_path):
         assert (await client.get("/ready")).status_code == 503
         assert (await client.post("/admin/undrain", headers=admin)).json() == {"draining": False, "open": 0}
         assert (await client.post(COMPLETIONS, headers=client_key, json=BODY)).status_code == 200
+    lines = [line.split()[1:] for line in out.getvalue().splitlines()]
+    told = [" ".join(line[:3]) for line in lines if "drain" in line[1]]
+    assert told == [*["info drain_started open=0"] * 3, "info undrained open=0"]
 
 
 async def test_too_many_and_the_accounts(folder):

@@ -481,6 +481,8 @@ async def test_accounting_is_idle_only_when_everybody_says_so() -> None:
 
 
 async def test_draining_the_balancer_and_one_instance() -> None:
+    out = io.StringIO()
+    log.set_up(stream=out)
     rig = await Rig.make("p0 d0 d1", keys=Keys(admin=KeyRing([b"chief"])))
     chief = {"authorization": "Bearer chief"}
     rig.script(d0=never, d1=never, p0=never)
@@ -505,6 +507,11 @@ async def test_draining_the_balancer_and_one_instance() -> None:
     for body in ({}, {"instance": "d0"}):
         answer = await rig.post(body, path="/admin/undrain", **chief).end()
         assert (answer.status, json.loads(answer.body)["draining"]) == (202, False)
+    told = [" ".join(line.split()[1:5]) for line in out.getvalue().splitlines() if "drain" in line]
+    assert told[-3:] == [
+        "info drain_started target=lb open=1",
+        *(f"info undrained target={t} open=1" for t in ("lb", "d0")),
+    ]
     assert not exchange.task.done()
     await exchange.leave()
     assert {(await rig.post().end()).status for _ in range(4)} == {200}

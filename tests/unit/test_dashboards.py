@@ -12,7 +12,7 @@ import yaml
 
 from longcat_pd.errors import LongcatError
 from longcat_pd.metrics import Metrics
-from tests.metric_table import BY_SERIES, KINDS, TABLE
+from tests.metric_table import BY_SERIES, KINDS, TABLE, TRACED
 from tests.promql import (
     DASHBOARD,
     RULES,
@@ -33,6 +33,7 @@ OF_PROMETHEUS = {"up": {"job", "instance"}}
 # what an operator is woken for: the metrics of which each has to be in an alert
 WATCHED = """
 ready instance_ready ranks step_seconds_bucket sequences blocks transfers_total requests_total failovers_total breaker_open
+trace_spans_total
 """
 
 
@@ -136,7 +137,7 @@ def test_the_rules_have_the_form_that_prometheus_reads() -> None:
 
 def test_every_metric_of_the_table_is_on_the_dashboard_and_the_alerts_watch_what_they_must() -> None:
     shown = {selector.metric for query in dashboard_queries() for selector in selectors(query)}
-    assert [row.name for row in TABLE if not row.series & shown] == []
+    assert [row.name for row in (*TABLE, TRACED) if not row.series & shown] == []
     watched = {selector.metric for alert in alerts() for selector in selectors(str(alert["expr"]))}
     assert {f"longcat_pd_{name}" for name in WATCHED.split()} <= watched
 

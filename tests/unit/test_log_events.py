@@ -52,6 +52,7 @@ EVENTS: dict[str, tuple[set[str], set[str]]] = {
     "rank_lost": ({"error"}, {"rank", "node", "step_id", "reason"}),
     "rank_stack": ({"error"}, {"rank"}),
     "drain_started": ({"info"}, {"open"}),
+    "undrained": ({"info"}, {"open"}),
     "drain_finished": ({"info"}, {"open", "cut", "seconds"}),
 }  # fmt: skip
 LEVELS = ("debug", "info", "warning", "error")
