@@ -19,6 +19,9 @@ _SIZES = (("B", 1), ("kB", 1_000), ("MB", 1_000_000), ("GB", 1_000_000_000), ("T
 class Bars:
     """The starts of one command. As a context it takes its moving lines away at the end.
 
+    Between two drawings the cursor stands in front of the first moving line, so a line that somebody else writes to the
+    terminal, as a rank process to its log, stays, and what moves is drawn below it.
+
     Args:
         stream: where they are shown; one that is no terminal gets a line when a step begins and one when it has ended.
     """
@@ -42,6 +45,7 @@ class Bars:
 
     def show(self, name: str, stages: Sequence[Stage]) -> None:
         """What is known of the start of ``name`` now."""
+        has_begun = any((name, stage.step) not in self._begun for stage in stages)
         lasting = [line for stage in stages for line in self._lasting(name, stage)]
         going_on = [stage for stage in stages if not stage.has_ended]
         if going_on:
@@ -50,7 +54,7 @@ class Bars:
             self._moving.pop(name, None)
         if lasting:
             self.say(lambda: self._write("".join(f"{line}\n" for line in lasting)))
-        elif self._moves and self._now() - self._drawn_at >= TOLD_S:
+        elif self._moves and (has_begun or self._now() - self._drawn_at >= TOLD_S):
             self.say(lambda: None)
 
     def say(self, tell: Callable[[], None]) -> None:
@@ -72,7 +76,7 @@ class Bars:
 
     def _clear(self) -> None:
         if self._num_drawn:
-            self._write(f"\r\x1b[{self._num_drawn}A\x1b[J")
+            self._write("\r\x1b[J")
         self._num_drawn = 0
 
     def _draw(self) -> None:
@@ -80,7 +84,7 @@ class Bars:
             return
         columns, rows = os.get_terminal_size(self._stream.fileno())
         shown = [line[: max(columns - 1, 1)] for line in self._moving.values()][: max(rows - 1, 1)]
-        self._write("".join(f"{line}\n" for line in shown))
+        self._write("".join(f"{line}\n" for line in shown) + f"\r\x1b[{len(shown)}A")
         self._num_drawn, self._drawn_at = len(shown), self._now()
 
     def _write(self, text: str) -> None:

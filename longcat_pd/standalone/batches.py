@@ -6,7 +6,7 @@ Knows what is asked and what was measured; files and checks are ``offline_run.py
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import TextIO
 
@@ -14,12 +14,12 @@ from longcat_pd.clock import MonotonicClock
 from longcat_pd.config.offline import OfflineRun
 from longcat_pd.config.schema import InstanceSpec
 from longcat_pd.engine.request import Request, SamplingParams
-from longcat_pd.progress.bars import Bars
 from longcat_pd.server.face import OFFLINE_LIMIT_S
 from longcat_pd.server.run import STATUS_FAULT, STATUS_OK
 from longcat_pd.server.text import TextDecoder, TextProcessor
 from longcat_pd.standalone.figures import Answered, Batch, table
 from longcat_pd.standalone.measured import over_processes
+from longcat_pd.standalone.start import ShownStart
 
 
 class Batches:
@@ -38,18 +38,14 @@ class Batches:
         self._text = text
         self._out = out
         self._clock = MonotonicClock()
-        self._progress = progress
-        self._on_progress: Callable[[], None] = lambda: None
-        self._measured = over_processes(spec, self._clock, on_progress=lambda: self._on_progress())
+        self._start = ShownStart(progress, self._clock, with_lines=True)
+        self._measured = over_processes(spec, self._clock, on_progress=self._start.progressed)
 
     async def answer(self, waiting: Sequence[tuple[int, ...]]) -> int:
         """Answer all prompts; the exit status."""
         service, size, batches = self._measured.service, self._asked.batch_size, []
         try:
-            with Bars(self._progress) as bars:
-                self._on_progress = lambda: bars.show("ranks", service.readiness().start(self._clock.now()))
-                await service.start()
-                self._on_progress = lambda: None
+            await self._start.start(service)
             for start in range(0, len(waiting), size):
                 batch = await self._batch(start, waiting[start : start + size])
                 for number, answer in enumerate(batch, start + 1):

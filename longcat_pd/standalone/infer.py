@@ -18,6 +18,7 @@ from longcat_pd.server.run import STATUS_FAULT, STATUS_REFUSED
 from longcat_pd.standalone.default_model import HELP, with_default
 from longcat_pd.standalone.lines import answer_file, read_lines
 from longcat_pd.standalone.offline_run import run
+from longcat_pd.standalone.unattended import unattended
 
 _PORT = 8081  # stands in the configuration until it is known whether ports are needed, and which are free
 
@@ -39,7 +40,8 @@ def main(arguments: Sequence[str]) -> int:
             return run(options.model, options.yaml, options.overrides, only_check=options.check, out=sys.stdout)
         model, overrides = with_default(options.model, settings)
         spec = resolve.standalone(model, overrides, host="127.0.0.1", port=_PORT)
-        return asyncio.run(answer_file(spec, read_lines(options.input), sys.stdout))
+        lines = read_lines(options.input)
+        return asyncio.run(answer_file(unattended(spec), lines, sys.stdout, progress=sys.stderr))
     except ConfigError as error:  # whoever runs this reads no log
         sys.stderr.write("".join(f"error: {line}\n" for line in error.message.splitlines()))
         return STATUS_REFUSED

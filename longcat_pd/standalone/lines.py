@@ -18,7 +18,7 @@ from longcat_pd.server.text import TextProcessor
 from longcat_pd.standalone.batch import answer_in_order
 from longcat_pd.standalone.measured import over_processes
 from longcat_pd.standalone.offline import offline
-from longcat_pd.standalone.unattended import unattended
+from longcat_pd.standalone.start import ShownStart
 
 
 def read_lines(path: str) -> list[tuple[int, bytes]]:
@@ -30,13 +30,21 @@ def read_lines(path: str) -> list[tuple[int, bytes]]:
         raise ConfigError(f"--input {path}: {error.strerror}") from error
 
 
-async def answer_file(spec: InstanceSpec, lines: Sequence[tuple[int, bytes]], out: TextIO) -> int:
-    """Answer every line; the exit status. Raises ConfigError."""
-    spec = unattended(spec)
-    service = offline(spec) if spec.parallel.world_size == 1 else over_processes(spec, MonotonicClock()).service
+async def answer_file(spec: InstanceSpec, lines: Sequence[tuple[int, bytes]], out: TextIO, *, progress: TextIO) -> int:
+    """Answer every line; the exit status. Raises ConfigError.
+
+    ``spec``: on ports of its own. ``progress``: where the start is shown, if it is a terminal.
+    """
+    clock = MonotonicClock()
+    shown = ShownStart(progress, clock)
+    if spec.parallel.world_size == 1:
+        with shown.inline() as tell:
+            service = offline(spec, tell=tell)
+    else:
+        service = over_processes(spec, clock, on_progress=shown.progressed).service
     face = checked_face(service, TextProcessor.load(spec.model.path))
     try:
-        await service.start()
+        await shown.start(service)
         await answer_in_order(face, lines, out, width=2 * spec.engine.max_num_seqs)
     finally:
         await service.close()

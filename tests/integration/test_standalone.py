@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import httpx
 import pytest
@@ -20,6 +21,7 @@ from longcat_pd import wire
 from longcat_pd.tiny.make import write_tiny
 from tests.peers import OPEN
 from tests.ports import free_base
+from tests.terminal import screen_of, terminal
 
 LIMIT_S = 60.0
 COMMAND = str(Path(sys.executable).parent / "longcat-pd")
@@ -34,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Server:
-    def __init__(self, checkpoint: Path, log: Path, *more: str) -> None:
+    def __init__(self, checkpoint: Path, log: Path, *more: str, stderr: TextIO | None = None) -> None:
         self.port = free_base()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
@@ -48,7 +50,7 @@ class Server:
             *more,
         ]
         with log.open("wb") as out:
-            self.process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+            self.process = subprocess.Popen(command, stdout=out, stderr=stderr or out, start_new_session=True)
 
     @property
     def log(self) -> str:
@@ -97,6 +99,11 @@ def server(checkpoint: Path, tmp_path: Path) -> Iterator[Server]:
     made.kill()
 
 
+def without_events(text: str) -> str:
+    """Of what a server has written, what is no line of the log."""
+    return "\n".join(line for line in text.splitlines() if not re.match(r"\d{4}-\d\d-\d\dT", line))
+
+
 class Stream(threading.Thread):
     """Reads an answer as it comes."""
 
@@ -123,6 +130,7 @@ def test_a_day_of_a_server(server: Server, checkpoint: Path, tmp_path: Path) -> 
     server.until(lambda: server.status("/health") == 200)
     server.wait_ready()
     assert "The server is fired up and ready to roll!" in server.log
+    assert "ranks weights" not in without_events(server.log), "a log has no bars"
     body = {"prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0, "return_token_ids": True}
     online = server.complete(body).json()["choices"][0]["token_ids"]
     assert len(online) == 6
@@ -132,6 +140,7 @@ def test_a_day_of_a_server(server: Server, checkpoint: Path, tmp_path: Path) -> 
     lines.write_text("\n".join([json.dumps(body), "{", json.dumps(chat), "", json.dumps({**body, "n": 2})]))
     command = [COMMAND, "infer", "--model", str(checkpoint), "--input", str(lines)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_S)
+    assert done.stderr == ""
     one, error, message, two = (json.loads(line) for line in done.stdout.splitlines())
     assert one["choices"][0]["token_ids"] == online
     assert error["error"]["code"] == "invalid_json"
@@ -157,11 +166,14 @@ def test_infer_without_a_model_asks_the_one_of_the_package(tmp_path: Path) -> No
     lines = tmp_path / "in.jsonl"
     lines.write_text(json.dumps({"messages": [{"role": "user", "content": "Who are you?"}], "temperature": 0}))
     command = [COMMAND, "infer", "--input", str(lines), "--set", "model.default_max_tokens=64"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_S)
+    with terminal(columns=200) as seen:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=seen.stream, text=True, check=True, timeout=LIMIT_S)
+        first, *start = seen.screen()
     answer = json.loads(done.stdout)
     assert (answer["model"], answer["choices"][0]["finish_reason"]) == ("longcat-tiny", "stop")
     assert "LongCat" in answer["choices"][0]["message"]["content"]
-    assert "no --model" in done.stderr
+    assert "no --model" in first
+    assert len(start) == 2 and re.fullmatch(r"ranks weights: \d+\.\d MB in \d+\.\d s", start[0]), start
 
 
 def test_a_drain_lets_what_runs_finish_and_a_second_signal_cuts_it(server: Server) -> None:
@@ -189,11 +201,21 @@ def test_a_killed_rank_ends_requests_and_the_process(server: Server) -> None:
     assert "rank_lost" in server.log
 
 
-def test_a_killed_driver_leaves_no_rank_behind(server: Server) -> None:
-    server.wait_ready()
-    (rank,) = server.rank_pids()
-    os.kill(server.process.pid, signal.SIGKILL)
-    server.until(lambda: not _is_alive(rank))
+def test_a_terminal_sees_the_start_and_a_killed_driver_leaves_no_rank_behind(checkpoint: Path, tmp_path: Path) -> None:
+    with terminal(columns=200) as seen:
+        server = Server(checkpoint, tmp_path / "log", stderr=seen.stream)
+        try:
+            server.wait_ready()
+            written = seen.seen()
+            (rank,) = server.rank_pids()
+            os.kill(server.process.pid, signal.SIGKILL)
+            server.until(lambda: not _is_alive(rank))
+        finally:
+            server.kill()
+    lines = without_events("\n".join(screen_of(written)))
+    assert re.search(r"\nranks processes: 1 processes in [\d.]+ s\nranks weights: [\d.]+ MB in [\d.]+ s\n*$", lines), lines
+    assert "ranks processes: [....................]   0%  0 of 1 processes" in written
+    assert "The server is fired up and ready to roll!" in written
 
 
 def test_what_cannot_work_is_refused_before_it_starts(checkpoint: Path, tmp_path: Path) -> None:

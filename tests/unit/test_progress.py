@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import os
-import pty
-import select
-import struct
-import termios
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 import pytest
 import torch
@@ -23,6 +17,7 @@ from longcat_pd.models.weight_spec import WeightSpec
 from longcat_pd.models.weights import load_weights, write_checkpoint
 from longcat_pd.progress.bars import Bars, size
 from longcat_pd.progress.steps import Paced, Part, Stage, Step, heard, stages
+from tests.terminal import Terminal, screen_of, terminal
 from tests.unit.test_weights import CONFIG, EXPERT, FIELDS, HEAD, NORM, Receiver, contents
 
 Told = list[tuple[Step, int, int]]
@@ -139,58 +134,28 @@ def test_where_there_is_no_terminal_a_step_is_two_lines() -> None:
 
 
 @pytest.fixture
-def terminal() -> Iterator[tuple[TextIO, int]]:
-    """A terminal of 60 columns and 3 rows, and the descriptor of whoever looks at it."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 3, 60, 0, 0))
-    with os.fdopen(slave, "w") as stream:
-        yield stream, master
-    os.close(master)
+def seen() -> Iterator[Terminal]:
+    """Of 60 columns and 3 rows."""
+    with terminal(60, 3) as made:
+        yield made
 
 
-def all_of(seen: int) -> str:
-    """What has been written to the terminal so far."""
-    data = b""
-    while select.select([seen], [], [], 0.1)[0]:
-        data += os.read(seen, 1 << 16)
-    return data.decode()
-
-
-def screen_of(data: str) -> list[str]:
-    """The lines that stand there in the end; of the codes only those that ``Bars`` uses."""
-    lines = [""]
-    while data:
-        if data.startswith("\x1b["):
-            code, end = data[2:].partition("A" if data[3:4] == "A" else "J")[0], 0
-            if data[2:3] == "J":
-                lines, end = [*lines[:-1], ""], 3
-            else:
-                count = int(code)
-                lines, end = [*lines[: len(lines) - 1 - count], ""], 4
-            data = data[end:]
-        elif data[0] == "\n":
-            lines, data = [*lines, ""], data[1:]
-        else:
-            lines[-1], data = lines[-1] + data[0].replace("\r", ""), data[1:]
-    return lines
-
-
-def test_in_a_terminal_one_line_moves_for_each_instance_and_none_stays_behind(terminal: tuple[TextIO, int]) -> None:
-    stream, seen = terminal
+def test_in_a_terminal_one_line_moves_for_each_instance_and_none_stays_behind(seen: Terminal) -> None:
+    stream = seen.stream
     clock = Clock()
     with Bars(stream, now=clock.now) as bars:
         bars.show("p0", [stage("weights", 0, 4000)])
         for done in range(0, 4000, 50):  # in four seconds
             clock.time = done / 1000
             bars.show("p0", [stage("weights", done, 4000, seconds=clock.time)])
-        first = all_of(seen)
+        first = seen.seen()
         bars.show("d0", [stage("compile", 1, 4)])
         clock.time += 1.0
         bars.show("d0", [stage("compile", 1, 4)])
         bars.say(lambda: stream.write("started\n") and None)
         bars.show("p0", [stage("weights", 4000, 4000, seconds=4.0, has_ended=True)])
-        moving = first + all_of(seen)
-    whole = moving + all_of(seen)
+        moving = first + seen.seen()
+    whole = moving + seen.seen()
     assert 12 <= first.count("p0 weights: [") <= 22, "five times a second at most"
     assert screen_of(first)[-2].startswith("p0 weights: [###################.]  9")
     assert screen_of(moving) == ["started", "p0 weights: 4.0 kB in 4.0 s", *screen_of(moving)[2:3], ""]
@@ -199,14 +164,31 @@ def test_in_a_terminal_one_line_moves_for_each_instance_and_none_stays_behind(te
     assert all(len(line) < 60 for line in screen_of(moving))
 
 
-def test_a_terminal_that_is_too_small_is_not_filled(terminal: tuple[TextIO, int]) -> None:
-    stream, seen = terminal
+def test_a_line_of_somebody_else_stays(seen: Terminal) -> None:
+    """As one that a rank process writes to its log, which is the same terminal."""
+    stream = seen.stream
+    clock = Clock()
+    written = [
+        f"2026-01-01T00:00:0{number}.000Z info step_compiled num_seqs={number} seconds=1 source=x" for number in range(4)
+    ]
+    with Bars(stream, now=clock.now) as bars:
+        for number, line in enumerate(written):
+            clock.time += 1.0
+            bars.show("ranks", [stage("compile", number, 4, seconds=clock.time)])
+            os.write(stream.fileno(), f"{line}\n".encode())
+        clock.time += 1.0
+        bars.show("ranks", [stage("compile", 4, 4, seconds=clock.time, has_ended=True)])
+    assert seen.screen() == [*written, "ranks compile: 4 graphs in 5.0 s", ""]
+
+
+def test_a_terminal_that_is_too_small_is_not_filled(seen: Terminal) -> None:
+    stream = seen.stream
     clock = Clock()
     with Bars(stream, now=clock.now) as bars:
         for number in range(5):
             clock.time += 1.0
             bars.show(f"instance-with-a-long-name-{number}", [stage("warm-up", 1, 4, seconds=1000.0)])
-        shown = screen_of(all_of(seen))
+        shown = seen.screen()
     assert len(shown) == 3 and all(len(line) == 59 for line in shown[:2])
 
 

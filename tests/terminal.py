@@ -1,0 +1,62 @@
+"""A terminal for tests: what is written to it, and what stands there in the end."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+
+class Terminal:
+    """``stream`` is for whoever writes, ``seen`` for whoever looks."""
+
+    def __init__(self, stream: TextIO, master: int) -> None:
+        self.stream = stream
+        self._master = master
+
+    def seen(self) -> str:
+        """What has been written since the last look."""
+        data = b""
+        while select.select([self._master], [], [], 0.1)[0]:
+            data += os.read(self._master, 1 << 16)
+        return data.decode()
+
+    def screen(self) -> list[str]:
+        """Of what has been written since the last look, the lines that stand there in the end."""
+        return screen_of(self.seen())
+
+
+@contextmanager
+def terminal(columns: int = 60, rows: int = 3) -> Iterator[Terminal]:
+    """One of this size; it ends with the block, when nobody writes any more."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    with os.fdopen(slave, "w") as stream:
+        yield Terminal(stream, master)
+    os.close(master)
+
+
+def screen_of(data: str) -> list[str]:
+    """The lines that stand there in the end; of the codes only those that ``Bars`` uses."""
+    lines, row, column = [""], 0, 0
+    for up, clear, other in re.findall(r"\x1b\[(\d+)A|(\x1b\[J)|(.)", data, flags=re.S):
+        if up:
+            row -= int(up)
+        elif clear:
+            lines = [*lines[:row], lines[row][:column]]
+        elif other == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row == len(lines))
+        elif other == "\r":
+            column = 0
+        else:
+            lines[row] = lines[row][:column] + other + lines[row][column + 1 :]
+            column += 1
+    return lines
