@@ -66,7 +66,7 @@ $(NODE_CLIENTS): tests/clients/node/package-lock.json
 	npm ci --no-fund --no-audit --prefix $(<D)
 	touch $@
 
-# The status page in Chromium (Debian's, on the PATH, as is node), with axe; pictures go to tests/page/pictures.
+# The status page in Chromium (Debian's, on the PATH, as is node), with axe, under 16 streams; pictures go to tests/page/pictures.
 PAGE := tests/page/node_modules/installed
 
 .PHONY: test-page

@@ -1,14 +1,17 @@
 // The status page in a real browser. Arguments: URL, key, folder for pictures, name of the rank to lose, its process id, browser,
-// signal that loses it.
+// how many streams run all the while (their ids begin with "load-"), signal that loses the rank.
 // Prints one line for each check; exit status 1 if any failed.
 
 import { readFileSync } from "node:fs";
 import { createRequire } from "node:module";
 import { chromium } from "playwright-core";
 
-const [url, key, folder, rank, victim, browserPath, signal = "SIGKILL"] = process.argv.slice(2);
+const [url, key, folder, rank, victim, browserPath, streams = "0", signal = "SIGKILL"] = process.argv.slice(2);
 const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core"), "utf8");
 const WAIT = 60000;
+const LOOK_S = 10;
+const MOST_BYTES = 65536; // of an event
+const OF_LOAD = "load-";
 let failures = 0;
 
 function check(name, holds, detail = "") {
@@ -67,10 +70,11 @@ async function talks(page) {
   await page.locator("#send:not([disabled])").waitFor();
   const lengths = await page.evaluate(() => window.lengths.size);
   check("the chat box streams", lengths >= 4, `${lengths} states seen, ${(await reply.textContent()).length} characters`);
-  await page.locator("#requests li").first().waitFor();
-  await page.locator("#requests .lane").nth(1).waitFor();
-  check("the request has a lane at both instances", (await page.locator("#requests li").first().locator(".lane").count()) === 2);
-  const kinds = await page.locator("#requests li").first().locator("rect").evaluateAll((all) => [...new Set(all.map((one) => one.getAttribute("class")))]);
+  const request = page.locator("#requests li").filter({ hasNotText: OF_LOAD }).first();
+  await request.locator(".badge.ok").waitFor();
+  await request.locator("rect.f-decode").first().waitFor({ state: "attached" });
+  check("the request has a lane at both instances", (await request.locator(".lane").count()) === 2);
+  const kinds = await request.locator("rect").evaluateAll((all) => [...new Set(all.map((one) => one.getAttribute("class")))]);
   check("its spans are drawn", ["f-prefill", "f-transfer", "f-decode", "f-tick"].every((kind) => kinds.includes(kind)), kinds.join(" "));
 }
 
@@ -91,6 +95,55 @@ async function keyboardOnly(page) {
   await page.waitForTimeout(2500); // two more snapshots
   const state = await page.evaluate(() => [document.activeElement.tagName, document.activeElement.parentElement.open]);
   check("news take neither focus nor what is open", state[0] === "SUMMARY" && state[1] === true, state.join(" "));
+}
+
+async function underLoad(page) {
+  await page.waitForFunction((least) => Number.parseInt(document.getElementById("open").textContent, 10) >= least, Number(streams));
+  check("the page tells of the load", true, await page.locator("#open").textContent());
+}
+
+// For a while: how often a page hears and how much, how long it draws, and how long nothing else can happen in it.
+async function lively(page, name) {
+  const session = await page.context().newCDPSession(page);
+  await session.send("Network.enable");
+  let received = 0;
+  session.on("Network.dataReceived", (event) => (received += event.dataLength));
+  const seen = await page.evaluate(async (seconds) => {
+    const found = { events: 0, longest: 0, drawn: 0, gap: 0, requests: 0 };
+    const draw = window.show;
+    window.show = (facts) => {
+      const began = performance.now();
+      draw(facts);
+      found.events += 1;
+      found.drawn = Math.max(found.drawn, performance.now() - began);
+      found.longest = Math.max(found.longest, new TextEncoder().encode(JSON.stringify(facts)).length);
+      found.requests = Math.max(found.requests, document.querySelectorAll("#requests li").length);
+    };
+    let last = performance.now();
+    const ticking = setInterval(() => {
+      found.gap = Math.max(found.gap, performance.now() - last);
+      last = performance.now();
+    }, 50);
+    await new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
+    clearInterval(ticking);
+    window.show = draw;
+    return found;
+  }, LOOK_S);
+  await session.detach();
+  const { events, longest, drawn, gap, requests } = seen;
+  check(`${name}: an event a second and no more`, events >= LOOK_S / 2 && events <= LOOK_S + 2, `${events} in ${LOOK_S} s`);
+  check(`${name}: an event is bounded`, longest <= MOST_BYTES && requests <= 20, `${longest} bytes at most, ${requests} requests shown`);
+  check(`${name}: so is what comes in a second`, received > 0 && received <= MOST_BYTES * (LOOK_S + 2), `${Math.round(received / LOOK_S)} bytes`);
+  check(`${name}: it stays responsive`, gap < 1000, `drawing takes ${drawn.toFixed(0)} ms at most, a pause ${gap.toFixed(0)} ms`);
+}
+
+async function answersClick(page) {
+  const began = Date.now();
+  await page.locator(".rank").first().click();
+  await page.locator('.rank[aria-pressed="true"]').first().waitFor();
+  const seconds = (Date.now() - began) / 1000;
+  check("a click on a rank is answered", seconds < 2, `${seconds.toFixed(2)} s`);
+  await page.locator(".rank").first().click();
 }
 
 async function losesRank(page) {
@@ -115,6 +168,7 @@ try {
   await desk.page.locator("#key-section").waitFor();
   desk.complaints.length = 0; // the refusal without a key is one, and is meant
   await withKey(desk.page);
+  await underLoad(desk.page);
   await talks(desk.page);
   await keyboardOnly(desk.page);
   await accessible(desk.page, "desktop, light");
@@ -129,6 +183,8 @@ try {
   await accessible(hand.page, "phone, dark");
   await fits(hand.page, "phone");
   await hand.page.screenshot({ path: `${folder}/phone.png`, fullPage: true });
+  await Promise.all([lively(desk.page, "desktop"), lively(hand.page, "phone")]);
+  await answersClick(desk.page);
   await losesRank(desk.page);
   await accessible(desk.page, "with a lost rank");
   await desk.page.screenshot({ path: `${folder}/lost.png`, fullPage: true });
