@@ -19,7 +19,7 @@ from longcat_pd.parallel.platform import platform_of
 from tools.tiny.card import Case, chosen
 from tools.tiny.card_cases import SKILLS, all_cases
 from tools.tiny.card_page import as_json, is_passed, markdown, wrong_answers
-from tools.tiny.card_runs import DRAFTS, ENGINE, POOLS, Run, checkpoint, runs
+from tools.tiny.card_runs import AS_SERVED, DRAFTS, ENGINE, POOLS, Run, checkpoint, runs
 
 SHIPPED = tuple(Path(__file__).parents[1] / "longcat_pd/tiny/trained" / name for name in ("bf16", "int8"))
 HOWS = {"standalone": (ENGINE, DRAFTS), "pd": (POOLS,), "all": (ENGINE, DRAFTS, POOLS)}
@@ -30,15 +30,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     log.set_up(level="warning")
     cases = chosen(all_cases(), options.skills, at_most=options.at_most)
+    settings = [*AS_SERVED, *options.overrides]
     models = [model.absolute() for model in options.model or SHIPPED]
     try:
         checkpoints = [checkpoint(model) for model in models]
         platform_of("cpu").prepare_rank()  # the engine of this process is one
-        found = asyncio.run(_all_runs(models, cases, HOWS[options.how], options.overrides))
+        found = asyncio.run(_all_runs(models, cases, HOWS[options.how], settings))
     except (ConfigError, BenchFailed) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    notes = [*options.note, *(f"with {setting}" for setting in options.overrides)]
+    notes = [*options.note, *(f"with {setting}" for setting in settings)]
     page = markdown(checkpoints, found, notes)
     sys.stdout.write(as_json(checkpoints, found, notes) if options.json else page)
     if options.write is not None:
@@ -76,7 +77,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--wrong", type=Path, metavar="FILE", help="write wrong answers there, as JSON lines")
     parser.add_argument("--note", action="append", default=[], metavar="TEXT", help="a line of the page, such as the seed")
     parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="key=value", help="of all runs: model.dtype=float32"
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="key=value",
+        help="of all runs: model.dtype=bfloat16",
     )
     return parser
 

@@ -1,6 +1,7 @@
 """Which checkpoint is served where none is named: the small trained one of the package, under a name of its own.
 
-Knows the two ways of naming one on the command line, and no engine.
+It is computed in float32, so that one engine says what the cluster of ``local-cpu.yaml`` says, whatever the layout; on
+NPUs, whose operators take 16 bits, as it is stored. Knows the two ways of naming one on the command line, and no engine.
 """
 
 from __future__ import annotations
@@ -28,4 +29,5 @@ def with_default(model: str | None, overrides: Sequence[str]) -> tuple[str, Sequ
         return ".", overrides
     folder = str(shipped_checkpoint())
     sys.stderr.write(f"no --model: the small trained model of the package, {folder}\n")
-    return folder, [f"model.served_name={SERVED_NAME}", *overrides]
+    dtype = [] if "device=npu" in overrides else ["model.dtype=float32"]
+    return folder, [f"model.served_name={SERVED_NAME}", *dtype, *overrides]

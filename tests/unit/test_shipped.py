@@ -103,8 +103,10 @@ def test_the_default_is_for_who_names_none(capsys: pytest.CaptureFixture[str]) -
     assert with_default(None, ["model.path=/weights"])[1] == ["model.path=/weights"]
     assert capsys.readouterr().err == ""
     folder = str(shipped_checkpoint())
-    assert with_default(None, ["a=b"]) == (folder, [f"model.served_name={SERVED_NAME}", "a=b"])
-    assert capsys.readouterr().err == f"no --model: the small trained model of the package, {folder}\n"
+    name = f"model.served_name={SERVED_NAME}"
+    assert with_default(None, ["a=b"]) == (folder, [name, "model.dtype=float32", "a=b"])
+    assert with_default(None, ["device=npu"]) == (folder, [name, "device=npu"])  # which computes in 16 bits
+    assert capsys.readouterr().err == f"no --model: the small trained model of the package, {folder}\n" * 2
 
 
 def test_serve_without_a_model_plans_the_default(capsys: pytest.CaptureFixture[str]) -> None:

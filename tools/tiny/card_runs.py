@@ -19,6 +19,7 @@ from tools.tiny.asking_engine import CHUNK, ask_engine
 from tools.tiny.asking_pools import ask_pools
 from tools.tiny.card import CONTROL, NUM_DRAFTS, RECALL, Case, Line, Sizes, control_line, lines, same_line
 
+AS_SERVED = ("model.dtype=float32",)  # by the commands and the file of a cluster that name no other checkpoint
 ENGINE, DRAFTS, POOLS = "one engine", f"one engine, {NUM_DRAFTS} drafts", f"P(2,2) → D(2), {NUM_DRAFTS} drafts"
 
 
@@ -55,7 +56,7 @@ def checkpoint(folder: Path) -> Checkpoint:
 
 
 async def runs(
-    model: Path, cases: Sequence[Case], hows: Sequence[str], *, settings: Sequence[str] = ()
+    model: Path, cases: Sequence[Case], hows: Sequence[str], *, settings: Sequence[str] = AS_SERVED
 ) -> AsyncIterator[Run]:
     """The runs of one checkpoint, as they are done. ``hows``: of ENGINE, DRAFTS and POOLS; the order is theirs.
 
@@ -75,7 +76,7 @@ async def runs(
         yield Run(checkpoint=model.name, how=how, lines=tuple(found), told=told)
 
 
-async def asked(model: Path, cases: Sequence[Case], how: str, *, settings: Sequence[str] = ()) -> Told:
+async def asked(model: Path, cases: Sequence[Case], how: str, *, settings: Sequence[str] = AS_SERVED) -> Told:
     """One run over the cases."""
     bodies = [body_of(case.example) for case in cases]
     progress = _progress(f"{model.name}, {how}", len(bodies))
@@ -85,7 +86,7 @@ async def asked(model: Path, cases: Sequence[Case], how: str, *, settings: Seque
     return await ask_engine(model, bodies, num_drafts=num_drafts, progress=progress, settings=settings)
 
 
-async def control(model: Path, cases: Sequence[Case], sizes: Sizes, *, settings: Sequence[str] = ()) -> Line:
+async def control(model: Path, cases: Sequence[Case], sizes: Sizes, *, settings: Sequence[str] = AS_SERVED) -> Line:
     """The recall cases again, with keys that are picked at random."""
     mine = [case for case in cases if RECALL.belongs(case)]
     bodies, progress = [body_of(case.example) for case in mine], _progress(f"{model.name}, {CONTROL}", len(mine))
