@@ -6,26 +6,40 @@ import fcntl
 import os
 import pty
 import re
-import select
 import struct
 import termios
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TextIO
 
 
 class Terminal:
-    """``stream`` is for whoever writes, ``seen`` for whoever looks."""
+    """``stream`` is for whoever writes, ``seen`` for whoever looks.
+
+    A thread reads all the time: a terminal that nobody reads stops whoever writes to it after a few thousand characters.
+    """
 
     def __init__(self, stream: TextIO, master: int) -> None:
         self.stream = stream
         self._master = master
+        self._news = threading.Condition()
+        self._data = b""
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        with suppress(OSError):  # the end of a terminal that nobody writes to any more
+            while data := os.read(self._master, 1 << 16):
+                with self._news:
+                    self._data += data
+                    self._news.notify_all()
 
     def seen(self) -> str:
         """What has been written since the last look."""
-        data = b""
-        while select.select([self._master], [], [], 0.1)[0]:
-            data += os.read(self._master, 1 << 16)
+        with self._news:
+            while self._news.wait(0.1):
+                pass
+            data, self._data = self._data, b""
         return data.decode()
 
     def screen(self) -> list[str]:
@@ -38,9 +52,9 @@ def terminal(columns: int = 60, rows: int = 3) -> Iterator[Terminal]:
     """One of this size; it ends with the block, when nobody writes any more."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-    with os.fdopen(slave, "w") as stream:
-        yield Terminal(stream, master)
-    os.close(master)
+    with ExitStack() as stack:
+        stack.callback(os.close, master)
+        yield Terminal(stack.enter_context(os.fdopen(slave, "w")), master)
 
 
 def screen_of(data: str) -> list[str]:

@@ -98,21 +98,25 @@ class Crowd:
     async def run(self, until: asyncio.Event) -> None:
         """One client, from now until it has its answer after ``until`` is set. Raises BenchFailed if one does not come."""
         reader, writer = await asyncio.open_connection(self._address.hostname, self._address.port)
-        while not until.is_set():
-            began = self._clock.now()
-            writer.write(self._next_request())
-            status = await self._answer(reader)
-            now = self._clock.now()
-            self.answers.append(Answered(at=now, seconds=now - began, status=status))
-            if status != httpx.codes.OK:
-                await self._clock.sleep(self._course.pause_s)
-        writer.close()
+        try:
+            while not until.is_set():
+                began = self._clock.now()
+                writer.write(self._next_request())
+                status = await self._answer(reader)
+                now = self._clock.now()
+                self.answers.append(Answered(at=now, seconds=now - began, status=status))
+                if status != httpx.codes.OK:
+                    await self._clock.sleep(self._course.pause_s)
+        finally:
+            writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader) -> int:
         try:
             return await self._clock.within(ANSWERED_S, _status(reader))
         except TimeoutError:
             raise BenchFailed(f"a request has no answer after {ANSWERED_S:g} s") from None
+        except (EOFError, OSError) as error:
+            raise BenchFailed(f"a request has no answer: {error}") from error
 
     def _next_request(self) -> bytes:
         self._number += 1

@@ -50,8 +50,8 @@ HEAD = "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: applicatio
 class Windows:
     """How much is measured. ``tokens``: of a window, which begins when every stream is of its kind."""
 
-    pairs: int = 12
-    tokens: int = 4096
+    pairs: int = 10
+    tokens: int = 16384
 
 
 @dataclass(frozen=True, kw_only=True)

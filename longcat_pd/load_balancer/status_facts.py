@@ -93,10 +93,10 @@ class Sight:
             state = figures.get("state", "unknown")
             if number in lost:
                 state = "lost"
-            elif state == "lost" and not lost:
-                state = "unknown"  # its instance has not said yet, or not of this life, that one is lost
             elif not instance.said:
                 state = "gone" if instance.out_reason in ("refused", "silent") else "unknown"
+            elif state == "lost":
+                state = "unknown"  # its instance has not said so yet, or not of this life
             shown = {key: figures.get(key) for key in _FIGURES}
             name, node = rank_name(target, number), node_of(target, number)
             ranks.append({"rank": number, "name": name, "node": node, "state": state, **shown})

@@ -19,8 +19,9 @@ _SIZES = (("B", 1), ("kB", 1_000), ("MB", 1_000_000), ("GB", 1_000_000_000), ("T
 class Bars:
     """The starts of one command. As a context it takes its moving lines away at the end.
 
-    Between two drawings the cursor stands in front of the first moving line, so a line that somebody else writes to the
-    terminal, as a rank process to its log, stays, and what moves is drawn below it.
+    Between two drawings the cursor stands on an empty row above the moving lines, so a line that somebody else writes to
+    the terminal, as a rank process to its log, stays, and what moves is drawn below it; a second one before the next
+    drawing may keep the end of a moving line behind it. A terminal that cannot be written to any more is given up.
 
     Args:
         stream: where they are shown; one that is no terminal gets a line when a step begins and one when it has ended.
@@ -32,6 +33,7 @@ class Bars:
         self._moves = stream.isatty()
         self._begun: set[tuple[str, str]] = set()
         self._ended: set[tuple[str, str]] = set()
+        self._is_gone = False
         self._moving: dict[str, str] = {}  # by name; the line of the step in work
         self._num_drawn = 0
         self._drawn_at = -TOLD_S
@@ -82,14 +84,25 @@ class Bars:
     def _draw(self) -> None:
         if not self._moves or not self._moving:
             return
-        columns, rows = os.get_terminal_size(self._stream.fileno())
-        shown = [line[: max(columns - 1, 1)] for line in self._moving.values()][: max(rows - 1, 1)]
-        self._write("".join(f"{line}\n" for line in shown) + f"\r\x1b[{len(shown)}A")
+        columns, rows = self._size()
+        shown = [line[: max(columns - 1, 1)] for line in self._moving.values()][: max(rows - 2, 1)]
+        self._write("\n" + "".join(f"{line}\n" for line in shown) + f"\r\x1b[{len(shown) + 1}A")
         self._num_drawn, self._drawn_at = len(shown), self._now()
 
+    def _size(self) -> tuple[int, int]:
+        try:
+            return os.get_terminal_size(self._stream.fileno())
+        except OSError:  # no terminal any more
+            return 1, 1
+
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        if self._is_gone:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError:  # who does not see a start must not end it
+            self._is_gone = True
 
 
 def size(num_bytes: int) -> str:

@@ -1,7 +1,7 @@
 """Which checkpoint is served where none is named: the small trained one of the package, under a name of its own.
 
-It is computed in float32, so that one engine says what the cluster of ``local-cpu.yaml`` says, whatever the layout; on
-NPUs, whose operators take 16 bits, as it is stored. Knows the two ways of naming one on the command line, and no engine.
+It is computed in float32, so that one engine says at temperature 0 what the cluster of ``local-cpu.yaml`` says; on NPUs,
+whose operators take 16 bits, as it is stored. Knows the two ways of naming one on the command line, and no engine.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ class ShownStart:
             finally:
                 going_on.cancel()
                 self._show = lambda: None
+                await asyncio.gather(going_on, return_exceptions=True)
 
     @contextmanager
     def inline(self) -> Iterator[Tell]:

@@ -63,6 +63,7 @@ def text_files(variant: str, *, vocab_size: int, max_length: int, texts: Iterabl
 
 def train(vocab_size: int) -> Tokenizer:
     """Special tokens, the 256 bytes, then merges of ``corpus.txt`` up to ``vocab_size`` ids (or as many as it has)."""
+    _check_room(vocab_size)
     return _trained(_read("corpus.txt").splitlines(keepends=True), vocab_size, _by_bytes())
 
 
@@ -73,9 +74,10 @@ def train_for_copies(vocab_size: int, texts: Sequence[str], *, share_behind_spac
     which may have the space in it: such pieces are this share of the ids. A BPE that learns spaces like letters has
     " dining" as " d", "in", "ing" and "dining" as "d", "ining", and who copies has to know each word.
     """
+    num_behind_space = int(vocab_size * share_behind_space)
+    _check_room(vocab_size, num_behind_space)
     digits, by_bytes = pre_tokenizers.Digits(individual_digits=True), _by_bytes()
     apart = pre_tokenizers.Sequence([digits, pre_tokenizers.Split(" ", "isolated"), by_bytes])
-    num_behind_space = int(vocab_size * share_behind_space)
     tokenizer = _trained(texts, vocab_size - num_behind_space, apart)
     in_use = pre_tokenizers.Sequence([digits, by_bytes])
     firsts = Counter[str]()
@@ -102,10 +104,12 @@ def _by_bytes() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
 
-def _trained(texts: Iterable[str], vocab_size: int, pre_tokenizer: pre_tokenizers.PreTokenizer) -> Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    if vocab_size < len(SPECIAL_TOKENS) + len(alphabet):
+def _check_room(vocab_size: int, num_more: int = 0) -> None:
+    if vocab_size - num_more < len(SPECIAL_TOKENS) + 256:
         raise ConfigError(f"vocab_size {vocab_size} has no room for a tokenizer; use --no-tokenizer", param="vocab_size")
+
+
+def _trained(texts: Iterable[str], vocab_size: int, pre_tokenizer: pre_tokenizers.PreTokenizer) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
@@ -113,7 +117,7 @@ def _trained(texts: Iterable[str], vocab_size: int, pre_tokenizer: pre_tokenizer
         vocab_size=vocab_size,
         min_frequency=1,
         show_progress=False,
-        initial_alphabet=alphabet,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
     )
     tokenizer.train_from_iterator(texts, trainer)

@@ -6,6 +6,7 @@ Failures of the kinds 19, 20 and 23: cancel anywhere; nothing leaks; the next re
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -73,7 +74,7 @@ async def test_leaving_at_every_twentieth_of_a_life(topology: Topology, is_strea
         began = time.monotonic()
         assert (await topology.complete(PROMPT, max_tokens=24))["token_ids"] == first["token_ids"]
         lives.append(time.monotonic() - began)
-    life = min(lives)  # as another's work on this machine may have made one long
+    life = min(lives)  # one may have been disturbed
     ended = 0
     for part in range(20):
         ended += await leave_after(topology, life * part / 20, stream=is_streamed)
@@ -105,7 +106,7 @@ async def test_a_deadline_ends_a_request_in_any_phase(topology: Topology) -> Non
         assert answer.json()["error"]["code"] == "deadline_exceeded"
         await topology.idle_within()
     print(f"told {', '.join(f'{1000 * seconds:.0f} ms' for seconds in late)} after the deadline")
-    assert min(late) < 0.5, "before the answer would have ended"
+    assert statistics.median(late) < 0.5 and max(late) < 2.0, "before the answer would have ended"
 
 
 async def test_leaving_while_queued_for_the_decode_pool(tiny: MakeCheckpoint, tmp_path: Path) -> None:

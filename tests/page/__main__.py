@@ -59,7 +59,9 @@ async def check(folder: Path, browser: str, pictures: Path, num_streams: int) ->
             if process.returncode is None:
                 process.kill()
             running_load.cancel()
-            await asyncio.gather(running_load, return_exceptions=True)
+            (outcome,) = await asyncio.gather(running_load, return_exceptions=True)
+        if isinstance(outcome, Exception):
+            load.troubles.append(f"the load itself: {outcome!r}")
     return max(status, told(load, num_streams))
 
 

@@ -135,8 +135,8 @@ def test_where_there_is_no_terminal_a_step_is_two_lines() -> None:
 
 @pytest.fixture
 def seen() -> Iterator[Terminal]:
-    """Of 60 columns and 3 rows."""
-    with terminal(60, 3) as made:
+    """Of 60 columns and 4 rows."""
+    with terminal(60, 4) as made:
         yield made
 
 
@@ -158,8 +158,8 @@ def test_in_a_terminal_one_line_moves_for_each_instance_and_none_stays_behind(se
     whole = moving + seen.seen()
     assert 12 <= first.count("p0 weights: [") <= 22, "five times a second at most"
     assert screen_of(first)[-2].startswith("p0 weights: [###################.]  9")
-    assert screen_of(moving) == ["started", "p0 weights: 4.0 kB in 4.0 s", *screen_of(moving)[2:3], ""]
-    assert screen_of(moving)[2].startswith("d0 compile: [#####...............]  25%  1 of 4 graphs")
+    assert screen_of(moving) == ["started", "p0 weights: 4.0 kB in 4.0 s", "", *screen_of(moving)[3:4], ""]
+    assert screen_of(moving)[3].startswith("d0 compile: [#####...............]  25%  1 of 4 graphs")
     assert screen_of(whole) == ["started", "p0 weights: 4.0 kB in 4.0 s", ""]
     assert all(len(line) < 60 for line in screen_of(moving))
 
@@ -169,8 +169,8 @@ def test_a_line_of_somebody_else_stays(seen: Terminal) -> None:
     stream = seen.stream
     clock = Clock()
     written = [
-        f"2026-01-01T00:00:0{number}.000Z info step_compiled num_seqs={number} seconds=1 source=x" for number in range(4)
-    ]
+        f"2026-01-01T00:00:0{number}.000Z info step_compiled num_seqs={number} seconds=1 source=x" for number in range(3)
+    ] + ["Killed"]
     with Bars(stream, now=clock.now) as bars:
         for number, line in enumerate(written):
             clock.time += 1.0
@@ -181,6 +181,21 @@ def test_a_line_of_somebody_else_stays(seen: Terminal) -> None:
     assert seen.screen() == [*written, "ranks compile: 4 graphs in 5.0 s", ""]
 
 
+def test_a_terminal_that_is_gone_ends_nothing() -> None:
+    class Gone(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+        def flush(self) -> None:
+            raise OSError(5, "Input/output error")
+
+    clock = Clock()
+    with Bars(Gone(), now=clock.now) as bars:
+        for done in range(3):
+            clock.time += 1.0
+            bars.show("p0", [stage("weights", done, 4, seconds=clock.time)])
+
+
 def test_a_terminal_that_is_too_small_is_not_filled(seen: Terminal) -> None:
     stream = seen.stream
     clock = Clock()
@@ -189,7 +204,7 @@ def test_a_terminal_that_is_too_small_is_not_filled(seen: Terminal) -> None:
             clock.time += 1.0
             bars.show(f"instance-with-a-long-name-{number}", [stage("warm-up", 1, 4, seconds=1000.0)])
         shown = seen.screen()
-    assert len(shown) == 3 and all(len(line) == 59 for line in shown[:2])
+    assert len(shown) == 4 and all(len(line) == 59 for line in shown[1:3])
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (2_500_000_000_000, "2.5 TB")])

@@ -495,7 +495,7 @@ def test_the_files_for_cpu_serve_the_shipped_checkpoint(file: Path) -> None:
     place = unresolved(file).model.path
     assert Path(place.replace("/opt/longcat_pd/current", str(file.parents[3]))).resolve() == shipped_checkpoint()
     config = load(file, [f"model.path={shipped_checkpoint()}"])
-    assert config.model.served_name == SERVED_NAME
+    assert (config.model.served_name, config.model.dtype) == (SERVED_NAME, "float32")
     assert config.prefill is not None and config.decode is not None
     worlds = {"local-cpu": (4, 2), "twin-cpu": (4, 4), "hosts4-cpu": (2, 2)}
     assert (config.prefill.parallel.world_size, config.decode.parallel.world_size) == worlds[file.stem]

@@ -20,6 +20,7 @@ from longcat_pd.models.checkpoint import lacking
 from longcat_pd.standalone import infer, serve
 from longcat_pd.standalone.default_model import with_default
 from tests.ports import free_base
+from tools.tiny.card_runs import AS_SERVED
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "longcat_pd"
@@ -104,6 +105,7 @@ def test_the_default_is_for_who_names_none(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err == ""
     folder = str(shipped_checkpoint())
     name = f"model.served_name={SERVED_NAME}"
+    assert AS_SERVED == ("model.dtype=float32",), "the score card's"
     assert with_default(None, ["a=b"]) == (folder, [name, "model.dtype=float32", "a=b"])
     assert with_default(None, ["device=npu"]) == (folder, [name, "device=npu"])  # which computes in 16 bits
     assert capsys.readouterr().err == f"no --model: the small trained model of the package, {folder}\n" * 2

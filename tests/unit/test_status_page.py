@@ -184,7 +184,7 @@ async def test_no_rank_is_lost_before_there_are_words_for_it() -> None:
     s.rig.cluster.ready["d0"] |= {"ready": False, "reasons": [lost], "ranks": {"total": 2, "ok": 0}}
     await s.rig.poll()
     found = await status(s.rig)
-    assert [[r["state"] for r in i["ranks"]] for i in found["instances"]] == [["unknown"] * 2, ["lost"] * 2]
+    assert [[r["state"] for r in i["ranks"]] for i in found["instances"]] == [["unknown"] * 2, ["lost", "unknown"]]
     assert [one["words"] for one in found["wrong"]] == [
         "No request can be served: no decode instance is ready (d0 rank_lost).",
         "d0 has lost rank 0 (place 0) on 10.0.0.1: rank 0 ended with status -9.",
@@ -193,6 +193,10 @@ async def test_no_rank_is_lost_before_there_are_words_for_it() -> None:
     await s.rig.poll()
     found = await status(s.rig)
     assert found["wrong"] == [] and [r["state"] for r in found["instances"][1]["ranks"]] == ["unknown"] * 2
+    s.rig.cluster.ready["d0"] = refused()
+    await s.rig.poll()
+    found = await status(s.rig)
+    assert [r["state"] for r in found["instances"][1]["ranks"]] == ["gone"] * 2
 
 
 async def test_what_else_is_wrong_is_said_in_words() -> None:

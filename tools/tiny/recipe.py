@@ -110,9 +110,7 @@ class Recipe:
     learning_rate: float = 1.5e-3
     muon_factor: float = 2.0  # its rate, as a multiple of the other's
     final_rate: float = 0.02  # the last step's rate, as a part of the first's; a cosine between
-    second_from: int = (
-        4700  # where the rate has come down; then it begins again at ``second_rate`` of the first's, and so on
-    )
+    second_from: int = 4700  # the rate has come down; it begins again at ``second_rate`` of the first's, and so on
     second_rate: float = 0.35
     third_from: int = 6400
     third_rate: float = 0.3

@@ -111,8 +111,8 @@ class Training:
         """The learning rate of this step: a rise, then a cosine down to ``final_rate``, three times."""
         recipe, step = self.recipe, self.step
         starts = [0, *(min(start, recipe.steps) for start in (recipe.second_from, recipe.third_from)), recipe.steps]
-        number = 1 if step < starts[1] else 2 if step < starts[2] else 3
-        first, last, top = starts[number - 1], starts[number], (1.0, recipe.second_rate, recipe.third_rate)[number - 1]
+        number = 0 if step < starts[1] else 1 if step < starts[2] else 2
+        first, last, top = starts[number], starts[number + 1], (1.0, recipe.second_rate, recipe.third_rate)[number]
         rise = min(1.0, (step - first + 1) / recipe.warmup_steps)
         fall = 0.5 * (1 + math.cos(math.pi * (step - first) / (last - first)))
         return recipe.learning_rate * rise * (recipe.final_rate + (top - recipe.final_rate) * fall)
