@@ -38,9 +38,9 @@ def make_file(tiny: MakeCheckpoint, folder: Path) -> Path:
     )
 
 
-async def call(topology: Topology, *, is_streamed: bool) -> list[int] | str:
-    """Token ids of a good answer, or the code of a typed error. Anything else fails."""
-    body = {**BODY, "stream": is_streamed}
+async def call(topology: Topology, *, is_streamed: bool, first: int = PROMPT[0]) -> list[int] | str:
+    """Token ids of a good answer, or the code of a typed error. Anything else fails. ``first``: id of the prompt."""
+    body = {**BODY, "prompt": [first, *PROMPT[1:]], "stream": is_streamed}
     ids: list[int] = []
     async with topology.client.stream("POST", "/v1/completions", json=body) as answer:
         text = (await answer.aread()).decode()

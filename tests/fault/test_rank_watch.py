@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from tests.fault.bad_ranks import BadRanks, tell
-from tests.fault.test_killed import call
+from tests.fault.test_killed import PROMPT, call
 from tests.fault.test_ranks import OVER
 from tests.parity.conftest import MakeCheckpoint
 from tests.processes import instance_answer, ranks_of, ready, running
@@ -29,6 +29,7 @@ from tests.topology import Topology, cluster_file
 STEP_TIMEOUT_S, RANK_LOST_S, SILENT_S = 4.0, 1.5, 5.0
 SLACK_S = 8.0  # of a machine that does many things at once
 NUM_RANKS = 4
+NUM_KNOWN, NUM_NEW, NEW_FIRST = 3, 6, 400  # calls under load; the last: the first id of a prompt that nobody has seen
 
 KINDS = ("stop", "die", "spin", "skip")
 FIRST, MIDDLE, LAST = 0, 1, 3
@@ -87,8 +88,15 @@ async def site(tiny: MakeCheckpoint, folder: Path, **more: Any) -> AsyncIterator
 
 
 async def harm(processes: BadRanks, topology: Topology, victim: str, row: Row) -> list[asyncio.Future[Any]]:
-    """Do it; calls that are under way, or that will meet it."""
-    under_way = [asyncio.ensure_future(call(topology, is_streamed=bool(i % 2))) for i in range(3 if row.is_busy else 0)]
+    """Do it; calls that are under way, or that will meet it.
+
+    Under load some have prompts that nobody has seen, so that prefill has something to do; the others are known by heart.
+    """
+    firsts = [PROMPT[0]] * NUM_KNOWN + [NEW_FIRST + i for i in range(NUM_NEW)]
+    under_way = [
+        asyncio.ensure_future(call(topology, is_streamed=bool(i % 2), first=first))
+        for i, first in enumerate(firsts if row.is_busy else [])
+    ]
     if row.is_busy:
         await asyncio.sleep(0.15)
     if row.kind in ("stop", "die"):
@@ -118,7 +126,11 @@ async def lost(processes: BadRanks, topology: Topology, victim: str, row: Row, g
     slowest = max(watched.health_ms)
     print(f"{victim} {row}: {code} of {rank} after {told_s:.1f} s, gone after {gone_s:.1f} s, /health {slowest:.0f} ms")
     assert status == 1
-    assert all(outcome == good or outcome in OVER | {"worker_unavailable"} for outcome in outcomes), outcomes
+    is_new = [NUM_KNOWN <= place < NUM_KNOWN + NUM_NEW and row.is_busy for place in range(len(outcomes))]
+    assert all(
+        (outcome in OVER | {"worker_unavailable"}) if isinstance(outcome, str) else new or outcome == good
+        for outcome, new in zip(outcomes, is_new, strict=True)
+    ), outcomes
     if row.is_busy or row.kind == "skip":
         assert "rank_lost" in outcomes, outcomes
     assert watched.health_codes <= {200, 503} and sorted(watched.health_ms)[len(watched.health_ms) // 2] < 100.0
