@@ -39,11 +39,18 @@ def make_file(tiny: MakeCheckpoint, folder: Path, **sections: Any) -> Path:
     )
 
 
-async def lost_with_all_its_requests(processes: Processes, name: str, calls: list[Any], good: list[int]) -> None:
-    """Every call is answered or ends with rank_lost; the instance ends with status 1 and leaves nothing."""
-    outcomes = await asyncio.wait_for(asyncio.gather(*calls), SILENT_S + RANK_LOST_S + 8.0)
+async def lost_with_all_its_requests(
+    processes: Processes, name: str, calls: list[Any], new: list[Any], good: list[int]
+) -> None:
+    """Every call is answered or ends with rank_lost; the instance ends with status 1 and leaves nothing.
+
+    ``new``: calls with prompts that nobody has seen, so that prefill was at work too.
+    """
+    ends_s = SILENT_S + RANK_LOST_S + 8.0
+    outcomes, others = await asyncio.wait_for(asyncio.gather(asyncio.gather(*calls), asyncio.gather(*new)), ends_s)
     assert all(outcome == good or outcome in OVER for outcome in outcomes), outcomes
-    assert "rank_lost" in outcomes
+    assert all(isinstance(outcome, list) or outcome in OVER for outcome in others), others
+    assert "rank_lost" in [*outcomes, *others]
     assert processes.wait(name) == 1
     assert processes.left_of(name, grace_s=GONE_WITHIN_S) == []
     assert "rank_stack" in processes.log(name), "the stacks of the others are in the log"
@@ -61,16 +68,21 @@ def calls(topology: Topology, count: int) -> list[Any]:
     return [asyncio.ensure_future(call(topology, is_streamed=bool(i % 2))) for i in range(count)]
 
 
+def new_calls(topology: Topology, first: int = 400) -> list[Any]:
+    """With prompts that begin with ``first`` and the ids behind it."""
+    return [asyncio.ensure_future(call(topology, is_streamed=bool(i % 2), first=first + i)) for i in range(6)]
+
+
 @pytest.mark.parametrize("victim, survivor", [("d0", "p0"), pytest.param("p0", "d0", marks=pytest.mark.slow)])
 async def test_a_rank_is_killed_under_load(tiny: MakeCheckpoint, tmp_path: Path, victim: str, survivor: str) -> None:
     async with running(make_file(tiny, tmp_path, prefill={"cp_size": 2})) as (processes, topology):
         good = await call(topology, is_streamed=True)
         assert isinstance(good, list) and len(good) == BODY["max_tokens"]
         before = (await instance_answer(processes, topology, survivor, "/ready"))["incarnation"]
-        under_way = calls(topology, 4)
+        under_way, new = calls(topology, 4), new_calls(topology)
         await asyncio.sleep(0.15)
         os.kill(ranks_of(processes.running[victim])[1], signal.SIGKILL)
-        await lost_with_all_its_requests(processes, victim, under_way, good)
+        await lost_with_all_its_requests(processes, victim, under_way, new, good)
         await back_again(processes, topology, victim, good)
         assert (await instance_answer(processes, topology, survivor, "/ready"))["incarnation"] == before
 
@@ -94,10 +106,10 @@ async def test_a_rank_is_stopped_and_goes_on_or_does_not(tiny: MakeCheckpoint, t
         assert await asyncio.gather(*under_way) == [good, good]
         await ready(processes.http_urls[victim], topology.client, BACK_WITHIN_S)
         await ready(topology.url, topology.client, BACK_WITHIN_S)
-        under_way = calls(topology, 2)
+        under_way, new = calls(topology, 2), new_calls(topology)
         await asyncio.sleep(0.15)
         os.kill(rank, signal.SIGSTOP)
-        await lost_with_all_its_requests(processes, victim, under_way, good)
+        await lost_with_all_its_requests(processes, victim, under_way, new, good)
         await back_again(processes, topology, victim, good)
 
 
