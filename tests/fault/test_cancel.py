@@ -32,6 +32,9 @@ async def topology(tiny: MakeCheckpoint, tmp_path: Path) -> AsyncIterator[Topolo
         yield topology
 
 
+NUM_LONG = 300  # tokens of an answer that lasts while others come and go, however busy the machine is
+
+
 async def leave_after(topology: Topology, seconds: float, **fields: Any) -> bool:
     """Start a call and hang up after so long. Whether it had ended by then."""
     async with httpx.AsyncClient(base_url=topology.url, timeout=60.0, trust_env=False) as client:
@@ -116,14 +119,15 @@ async def test_leaving_while_queued_for_the_decode_pool(tiny: MakeCheckpoint, tm
         tiny("2.0"),
         prefill={"cp_size": 2},
         decode={"kvp_size": 2, "attn_tp_size": 2},
-        decode_engine={"max_num_seqs": 1},
+        prefill_engine={"max_model_len": 1024},
+        decode_engine={"max_num_seqs": 1, "max_model_len": 1024},
     )
     async with pools(resolve.load(path, ["model.dtype=float32"])) as topology:
-        alone = await topology.complete(PROMPT, max_tokens=200)
-        running = asyncio.ensure_future(topology.complete(PROMPT, max_tokens=200))
+        alone = await topology.complete(PROMPT, max_tokens=NUM_LONG)
+        running = asyncio.ensure_future(topology.complete(PROMPT, max_tokens=NUM_LONG))
         await inside(topology, p0=(0, 0), d0=(1, 0))
         before = prefill_steps(topology)
-        waiting = asyncio.ensure_future(topology.complete(PROMPT, max_tokens=200))
+        waiting = asyncio.ensure_future(topology.complete(PROMPT, max_tokens=NUM_LONG))
         await inside(topology, p0=(1, 0), d0=(1, 1))
         assert prefill_steps(topology) == before
         waiting.cancel()
