@@ -124,9 +124,12 @@ async def test_leaving_while_queued_for_the_decode_pool(tiny: MakeCheckpoint, tm
     )
     async with pools(resolve.load(path, ["model.dtype=float32"])) as topology:
         alone = await topology.complete(PROMPT, max_tokens=NUM_LONG)
+        first = prefill_steps(topology)
+        await topology.complete(PROMPT, max_tokens=1)  # as the next ones it finds a part of its prompt in the cache
+        await topology.idle_within()
+        before = 2 * prefill_steps(topology) - first
         running = asyncio.ensure_future(topology.complete(PROMPT, max_tokens=NUM_LONG))
         await inside(topology, p0=(0, 0), d0=(1, 0))
-        before = prefill_steps(topology)
         waiting = asyncio.ensure_future(topology.complete(PROMPT, max_tokens=NUM_LONG))
         await inside(topology, p0=(1, 0), d0=(1, 1))
         assert prefill_steps(topology) == before
