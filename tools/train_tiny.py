@@ -1,7 +1,8 @@
 """``python -m tools.train_tiny OUT``: train the small LongCat-2.0 that is shipped, from nothing, on the CPU.
 
 The recipe, with all numbers, is ``tools/tiny/recipe.py``. Writes the checkpoint ``OUT/bf16`` and, by the package's own
-``quantize``, ``OUT/int8``. State is kept in ``OUT/state`` every few minutes: the same command goes on from there.
+``quantize``, ``OUT/int8``. State is kept in ``OUT/state`` every few minutes: the same command goes on from there. The same
+seed, threads, torch and kind of processor give the same files to the bit.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
+    torch.use_deterministic_algorithms(True)  # else the threads of a scattered sum end in any order; costs no time here
     keep_memory()
     recipe = replace(Recipe(), seed=options.seed, steps=options.steps)
     state = options.out / "state"

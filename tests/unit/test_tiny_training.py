@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -154,6 +156,21 @@ def test_a_piece_with_a_space_begins_almost_as_the_one_without() -> None:
         )
         assert near.min() > 0.6, "and one difference is common to them"
     assert torch.cosine_similarity(twin.head.weight[102], twin.head.weight[32], dim=0).abs() < 0.4
+
+
+def test_the_command_gives_the_same_files_twice(tmp_path: Path) -> None:
+    """In processes of their own, whose hashes of text differ: weights, tokenizer, and the int8 twin."""
+    made = list[dict[str, bytes]]()
+    for out in (tmp_path / "first", tmp_path / "second"):
+        command = [sys.executable, "-m", "tools.train_tiny", str(out), "--steps", "3"]
+        ran = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=300, capture_output=True, text=True, check=True)
+        assert "3/3 loss" in ran.stderr
+        files = [file for kind in ("bf16", "int8") for file in sorted((out / kind).iterdir())]
+        made.append({str(file.relative_to(out)): file.read_bytes() for file in files})
+    assert {name for name in made[0] if name.endswith(".safetensors")} == {
+        f"{kind}/model-00001-of-00001.safetensors" for kind in ("bf16", "int8")
+    }
+    assert made[0] == made[1]
 
 
 def test_nothing_is_resumed_where_nothing_was_kept(feeder: Feeder, tmp_path: Path) -> None:
