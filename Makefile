@@ -18,7 +18,7 @@ check: $(STAMP)
 	$(PYTEST) tests/unit/test_floors.py tests/unit/test_sizes.py
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(PYTHON) -m tests.halves -q -m 'not slow'
+	OMP_NUM_THREADS=1 $(PYTHON) -m tests.halves -q -m 'not slow' -o faulthandler_timeout=300
 
 test-slow: $(STAMP)
 	$(PYTEST) -m slow tests
