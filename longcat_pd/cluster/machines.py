@@ -168,6 +168,14 @@ def is_known_to_run(options: argparse.Namespace) -> bool:
     return _memory(options.root, options.config).file is not None
 
 
+def running_part_of(options: argparse.Namespace) -> Cluster:
+    """What ``--instance`` names of what was started from here. Raises ConfigError, also where nothing is known of it."""
+    if not is_known_to_run(options):
+        text = "nothing is known here to run of this cluster; start it, from the folder that it was started from"
+        raise ConfigError(f"--instance {options.instance}: {text}", param="instance")
+    return running_cluster_of(options).part(options.instance)
+
+
 def _memory(root: Path, file: Path) -> Memory:
     return Memory(root / ".run" / file.stem)
 

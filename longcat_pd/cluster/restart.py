@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 
 from longcat_pd.cluster import start, stop
-from longcat_pd.cluster.machines import Cluster, cluster_of, is_known_to_run, running_cluster_of
+from longcat_pd.cluster.machines import Cluster, cluster_of, running_cluster_of, running_part_of
 from longcat_pd.cluster.telling import EXIT_FAILED, complain
-from longcat_pd.errors import ConfigError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,17 +19,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """As start; 1 if the stop left something. ``--timeout-s`` is the start's."""
     if options.instance is not None:
-        part = _part(options)
+        part = running_part_of(options)
         return start.begin(part, options.timeout_s) if _has_stopped(part) else EXIT_FAILED
     cluster_of(options)
     return start.main(options) if _has_stopped(running_cluster_of(options)) else EXIT_FAILED
-
-
-def _part(options: argparse.Namespace) -> Cluster:
-    if not is_known_to_run(options):
-        text = "nothing is known here to run of this cluster; start it, from the folder that it was started from"
-        raise ConfigError(f"--instance {options.instance}: {text}", param="instance")
-    return running_cluster_of(options).part(options.instance)
 
 
 def _has_stopped(cluster: Cluster) -> bool:

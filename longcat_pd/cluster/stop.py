@@ -1,4 +1,5 @@
-"""``run_pd.sh stop``: the balancer, then the drivers, then what is left, on every machine of a cluster that can be reached.
+"""``run_pd.sh stop``: the balancer, then the drivers, then what is left, on every machine of a cluster that can be reached;
+or one service.
 
 Ends exactly the processes that a start recorded, and what they started.
 """
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from longcat_pd.cluster.jobs import GROUPS, Found, Group, Order, Stopped
-from longcat_pd.cluster.machines import Cluster, Machine, running_cluster_of
+from longcat_pd.cluster.machines import Cluster, Machine, running_cluster_of, running_part_of
 from longcat_pd.cluster.sessions import Session, Sessions
 from longcat_pd.cluster.telling import (
     EXIT_FAILED,
@@ -40,11 +41,12 @@ class Outcome:
 def arguments(parser: argparse.ArgumentParser) -> None:
     """What stop takes."""
     parser.add_argument("--timeout-s", type=float, help="how long services may take to end by themselves")
+    parser.add_argument("--instance", metavar="NAME", help="this instance alone, on all of its machines, or balancer")
 
 
 def main(options: argparse.Namespace) -> int:
     """Stop. Exit status: 0 all ended by itself, or nothing ran; 1 not everywhere, or not by itself; 2 refused."""
-    cluster = running_cluster_of(options)
+    cluster = running_cluster_of(options) if options.instance is None else running_part_of(options)
     return stop(cluster, cluster.machines, timeout_s=options.timeout_s).status
 
 
@@ -85,7 +87,8 @@ def report(cluster: Cluster, stopped: Mapping[Machine, Stopped], *, is_all: bool
     for line in grouped(findings, is_alone=is_alone):
         complain(f"error: {line}")
     if is_all:
-        say("stopped" if not findings else "stopped, but ports are still taken")
+        what = " ".join(("stopped", *(s.name for s in cluster.services if cluster.only and s.kind != "ranks")))
+        say(what if not findings else f"{what}, but ports are still taken")
     elif stopped:
         say(f"stopped on {', '.join(machine.name for machine in stopped)}")
     return not findings and not any(answer.num_killed for answer in stopped.values())

@@ -14,7 +14,7 @@ from longcat_pd.config.schema import ClusterConfig
 from longcat_pd.config.services import Service
 
 DRAIN_MARGIN_S = 15.0  # after the drain, until ranks have ended and the process has
-REFUSED = 2  # exit status of a start that was refused (docs/api.md)
+REFUSED = 2  # exit status of a start that was refused (docs/operations.md)
 CONFIG_FILE = "/etc/longcat-pd/cluster.yaml"
 
 

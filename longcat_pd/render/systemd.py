@@ -15,7 +15,7 @@ from longcat_pd.config.services import Service, services
 from longcat_pd.render.command import REFUSED, Launch, stop_limit_s
 
 STATE = "longcat-pd"  # of /var/cache, made by systemd and given to the user: the home of a service
-CUT = 3  # exit status of a drain that ended requests (docs/api.md)
+CUT = 3  # exit status of a drain that ended requests (docs/operations.md)
 RESTART_S = 5
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")

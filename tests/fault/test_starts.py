@@ -24,7 +24,7 @@ from tests.parity.conftest import MakeCheckpoint
 from tests.processes import Processes, instance_answer, ready, running
 from tests.topology import cluster_file
 
-ENDS_WITHIN_S = 30.0  # api.md 13
+ENDS_WITHIN_S = 30.0  # the start's own limits, and what a busy machine takes
 START_S = 150.0  # until ranks are there on a machine that does many things at once, and then the rendezvous has its limit
 LAST_RANK = 3
 INDEX = "model.safetensors.index.json"

@@ -256,6 +256,31 @@ def test_one_instance_is_started_again_and_nothing_else_is_touched(rig: Rig) -> 
     assert rig.pids() == {} and not set(last.values()) & sessions()
 
 
+def test_one_instance_is_stopped_and_all_else_runs_on(rig: Rig) -> None:
+    assert rig("stop", "--instance", "d0") == 2
+    assert "--instance d0: nothing is known here to run of this cluster" in rig.err
+    assert rig("start") == 0, rig.err
+    first = rig.pids()
+    assert rig("stop", "--instance", "d1") == 2 and "known: d0, p0, balancer" in rig.err
+
+    assert rig("stop", "--instance", "d0") == 0, rig.out + rig.err
+    assert rig.out == "stopped d0\n"
+    assert rig.told_at(D0, "d0") < rig.told_at(D1, "d0.1"), "ranks of further nodes after their driver"
+    assert rig.pids() == {name: first[name] for name in ("p0", "balancer")}
+    assert not {first["d0"], first["d0.1"]} & sessions()
+    assert rig("status") == 1
+    assert rig.out.count("not started") == 2
+    assert rig("stop", "--instance", "d0") == 0, "nothing of it is left to stop"
+
+    assert rig("restart", "--instance", "d0") == 0, rig.out + rig.err
+    assert rig("status") == 0 and rig.pids().keys() == first.keys()
+    for name in ("balancer", "p0", "d0"):
+        assert rig("stop", "--instance", name) == 0, rig.err
+    assert rig.pids() == {}
+    assert rig("stop") == 0, rig.err
+    assert rig("status") == 3
+
+
 def _write_lines(rig: Rig) -> None:
     """Lines as services write them, at the end of their logs; the test's own services have nothing to say."""
     for node, name, lines in (

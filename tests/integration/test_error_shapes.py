@@ -116,7 +116,7 @@ async def test_every_error_before_the_first_byte(site: Site, said: dict[str, byt
 
 
 def should_retry(status: int, code: str) -> str | None:
-    """Section 9 of docs/api.md."""
+    """The table of errors in docs/api.md."""
     if status < 429:
         return None
     return "false" if code in ("engine_fault", "deadline_exceeded") else "true"

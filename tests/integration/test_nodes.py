@@ -18,7 +18,7 @@ from tests.processes import Processes, instance_answer, ranks_of, ready, running
 from tests.topology import cluster_file, standalone
 
 PROMPT = list(range(20, 120))
-SOON_S = 30.0  # api.md 13: a failed start is over on all nodes
+SOON_S = 30.0  # a failed start is over on all nodes
 LOST = {"rank_lost_s": 1.0}
 WORKERS = ("d0", "d0.1", "p0", "p0.1")
 
