@@ -21,7 +21,9 @@ class Verb(NamedTuple):
 VERBS: Mapping[str, Verb] = MappingProxyType(
     {
         "start": Verb(start.main, start.arguments, "start all services on their machines, and wait until they serve"),
-        "stop": Verb(stop.main, stop.arguments, "let running requests finish, then end every process that start began, or one instance"),
+        "stop": Verb(
+            stop.main, stop.arguments, "let running requests finish, then end what start began, or one instance of it"
+        ),
         "restart": Verb(restart.main, restart.arguments, "stop, then start"),
         "status": Verb(look.status, look.no_arguments, "each service: whether it is ready now, and since when"),
         "code": Verb(code.main, code.arguments, "make the tree of this machine the current release of every machine"),

@@ -111,7 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="laid over the file; repeatable")
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
     parser.add_argument("--ranks", action="store_true", help="a line for every rank, too")
-    parser.add_argument("--meta", action="store_true", help="build every rank too, without memory; takes half a minute and torch")
+    parser.add_argument(
+        "--meta", action="store_true", help="build every rank too, without memory; half a minute, needs torch"
+    )
     parser.add_argument("--html", metavar="FILE", help="write a page with a picture of the cluster")
     estimate.add_arguments(parser)
     advise.add_arguments(parser)
