@@ -21,20 +21,20 @@ def admin_routes(face: Face) -> dict[str, Callable[[Request], Awaitable[Response
         face.check_admin(request)
         name = await named_instance(request)
         if name is None:
-            face.gate.is_draining = draining
-            num_open = face.gate.num_open
+            (face.gate.drain if draining else face.gate.undrain)()
+            is_out, num_open = face.gate.is_draining, face.gate.num_open
         else:
             instance = face.means.pool.drain(name, out=draining)
             if instance is None:
                 known = ", ".join(face.means.pool.instances)
                 raise InvalidRequest(f"instance = {name!r} is not one of {known}", param="instance")
-            num_open = instance.open_legs
+            is_out, num_open = draining, instance.open_legs
         target = name or face.served.instance
         if draining:
             log.logger().info("drain_started", target=target, open=num_open)
         else:
             log.logger().info("undrained", target=target, open=num_open)
-        return json_response({"draining": draining, "open": num_open}, status=202)
+        return json_response({"draining": is_out, "open": num_open}, status=202)
 
     async def drain(request: Request) -> Response:
         return await switch(request, draining=True)

@@ -129,6 +129,6 @@ def _admin_routes(name: str, gate: Gate) -> Routes:
         await check(request)
         gate.undrain()
         log.logger().info("undrained", open=gate.num_open)
-        return json_response({"draining": False, "open": gate.num_open}, status=202)
+        return json_response({"draining": gate.is_draining, "open": gate.num_open}, status=202)
 
     return {"/admin/drain": drain, "/admin/undrain": undrain}

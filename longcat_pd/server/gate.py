@@ -27,7 +27,13 @@ class Gate:
         self._open: dict[object, list[Cut]] = {}
         self._is_empty = asyncio.Event()
         self._is_empty.set()
-        self.is_draining = False
+        self._is_drained = False
+        self._is_ending = False
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new requests are refused: an operator wants it, or this process ends."""
+        return self._is_drained or self._is_ending
 
     @property
     def num_open(self) -> int:
@@ -35,12 +41,16 @@ class Gate:
         return len(self._open)
 
     def drain(self) -> None:
-        """Refuse new requests from now on."""
-        self.is_draining = True
+        """Refuse new requests until ``undrain``."""
+        self._is_drained = True
 
     def undrain(self) -> None:
-        """Take requests again."""
-        self.is_draining = False
+        """Take requests again, unless this process ends."""
+        self._is_drained = False
+
+    def close(self) -> None:
+        """Refuse new requests for good: this process ends."""
+        self._is_ending = True
 
     def check(self) -> None:
         """Raise what a new request would be refused with now: draining, or too many."""

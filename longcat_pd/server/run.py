@@ -181,7 +181,7 @@ class _Life:
             logger().error("start_failed", code=error.code, reason=error.message)
             status = STATUS_FAULT
         finally:
-            self._gate.drain()
+            self._gate.close()
             self._gate.cut(self._reason)
             await self._instance.close()
         await _first(self._gate.empty(), self._clock.sleep(LAST_BYTES_S))
@@ -203,7 +203,7 @@ class _Life:
         return await self._drain() if ended == 2 else STATUS_FAULT
 
     async def _drain(self) -> int:
-        self._gate.drain()
+        self._gate.close()
         began, num_open = self._clock.now(), self._gate.num_open
         logger().info("drain_started", open=num_open)
         ended = await _first(

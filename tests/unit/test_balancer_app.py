@@ -516,6 +516,11 @@ async def test_draining_the_balancer_and_one_instance() -> None:
     await exchange.leave()
     assert {(await rig.post().end()).status for _ in range(4)} == {200}
     assert len(rig.cluster.of("d0")) > 1
+    rig.face.gate.close()  # this process ends
+    for body, is_out in (({}, True), ({"instance": "d0"}, False)):
+        answer = await rig.post(body, path="/admin/undrain", **chief).end()
+        assert (answer.status, json.loads(answer.body)["draining"]) == (202, is_out)
+    assert (await rig.post().end()).error["code"] == "draining"
 
 
 # ---------------------------------------------------------------------- the process

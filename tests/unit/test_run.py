@@ -20,7 +20,7 @@ import pytest
 
 from longcat_pd import log
 from longcat_pd.clock import MonotonicClock
-from longcat_pd.errors import ConfigError, EngineFault, LongcatError, RankLost
+from longcat_pd.errors import ConfigError, EngineFault, LongcatError, RankLost, WorkerUnavailable
 from longcat_pd.server import run
 from longcat_pd.server.gate import Gate
 
@@ -124,6 +124,24 @@ async def test_a_rank_lost_while_draining_is_a_fault() -> None:
         assert await s.status() == run.STATUS_FAULT
         await request
         assert s.ends[0].code == "rank_lost"
+
+
+async def test_a_server_that_is_told_to_end_cannot_be_undrained() -> None:
+    async with served(Instance()) as s:
+        await s.instance.is_up.wait()
+        s.gate.drain()
+        s.gate.undrain()
+        request = s.open_request()
+        await asyncio.sleep(0)
+        send()
+        await asyncio.sleep(0.05)
+        s.gate.undrain()
+        with pytest.raises(WorkerUnavailable) as refused:
+            s.gate.check()
+        assert refused.value.code == "draining"
+        send()
+        assert await s.status() == run.STATUS_CUT
+        await request
 
 
 async def _twice(_: Served) -> None:
