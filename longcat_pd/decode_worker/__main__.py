@@ -26,12 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def build(parts: Parts) -> tuple[DecodeService, Offers]:
     """The service, and the socket to which every prefill instance connects. Raises OSError when it cannot be bound."""
     spec, transfers = parts.spec, parts.metrics.transfers
-    pairing_s = spec.transfer.pairing_timeout_s
     limits = PairLimits(
-        offer_s=pairing_s,
-        leg_s=pairing_s + spec.engine.queue_timeout_s,
+        offer_s=spec.transfer.pairing_timeout_s,
         commit_s=spec.transfer.timeout_s,
         vocab_size=parts.vocab_size,
+        hidden_size=parts.hidden_size,
     )
     endpoint = tcp(spec.host, spec.http_port + CONTROL_PORT_OFFSET)
     switches = parts.faults.switches if parts.faults is not None else None

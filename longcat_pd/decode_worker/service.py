@@ -52,10 +52,14 @@ class DecodeService:
         self._now = now
         self._metrics = metrics
 
-    async def adopt(self, transfer: TransferRef, deadline: float, sampling: SamplingParams) -> Request:
+    async def adopt(
+        self, transfer: TransferRef, deadline: float, sampling: SamplingParams, *, is_patient: bool = False
+    ) -> Request:
         """The request of an offer, with the sampling of this leg. Both go on behind the same ids of an answer."""
         said = sampling.num_said
-        incoming = await self._offers.expect(transfer.id, peer=transfer.peer, deadline=deadline, num_said=said)
+        incoming = await self._offers.expect(
+            transfer.id, peer=transfer.peer, deadline=deadline, num_said=said, is_patient=is_patient
+        )
         offer = incoming.offer
         return Request(
             request_id=offer.request_id,

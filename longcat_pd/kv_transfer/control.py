@@ -75,7 +75,7 @@ class Link:
         is_new = theirs.incarnation != self.incarnation
         self._heard_at = self._clock.now()
         pair = (self._ours, theirs) if self._ours.role == "prefill" else (theirs, self._ours)
-        self.mismatch = mismatches(*pair)
+        self.mismatch = (*self._of_another_name(theirs), *mismatches(*pair))
         self.theirs = theirs
         before, self.state = self.state, "mismatch" if self.mismatch else "up"
         if is_new and theirs.code_version != self._ours.code_version:
@@ -88,6 +88,13 @@ class Link:
         elif self.state == "up" and (is_new or before != "up"):
             logger().info("peer_up", peer=self.name, incarnation=theirs.incarnation)
         return is_new
+
+    def _of_another_name(self, theirs: Hello) -> tuple[Mismatch, ...]:
+        """Whether another instance answers where this peer should be: what it is called by its own side, and by ours."""
+        if theirs.name == self.name:
+            return ()
+        ours_decodes = self._ours.role == "decode"
+        return (Mismatch("name", *((theirs.name, self.name) if ours_decodes else (self.name, theirs.name))),)
 
     def beat(self, incarnation: str) -> bool:
         """A heartbeat has come. False if the peer must greet (again) first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ CONTROL_PORT_OFFSET = 1
 
 _LAYOUT = ("pp_size", "cp_size", "dp_size", "kvp_size", "layers_per_stage", "block_size", "cache_entries", "device")
 _ANSWER_DEPENDS_ON = ("role", "code_version", "model_digest", "tokenizer_digest", *_LAYOUT)
-_EQUAL = ("wire_version", "model_digest", "tokenizer_digest", "block_size", "cache_entries", "digest_mode")
+_EQUAL = ("wire_version", "model_digest", "tokenizer_digest", "block_size", "cache_entries", "digest_mode", "device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ def make_hello(spec: InstanceSpec, model: ModelConfig, identity: Identity) -> He
         lane_host=spec.host,
         lane_port=spec.http_port + LANE_PORT_OFFSET,
         num_draft_tokens=spec.engine.num_draft_tokens,
+        pairs_within_s=spec.transfer.pairing_timeout_s + spec.engine.queue_timeout_s,
+        acks_within_s=spec.transfer.timeout_s + spec.engine.step_timeout_s,
     )
 
 
@@ -101,6 +104,11 @@ def mismatches(prefill: Hello, decode: Hello) -> tuple[Mismatch, ...]:
         found.append(_of("role", prefill, decode))
     if sum(prefill.layers_per_stage) != sum(decode.layers_per_stage):
         found.append(_of("layers_per_stage", prefill, decode))
+    if not 0 < decode.lane_port < 1 << 16:
+        found.append(_of("lane_port", prefill, decode))
+    for name in ("pairs_within_s", "acks_within_s"):
+        if not all(0 < seconds < math.inf for seconds in (getattr(prefill, name), getattr(decode, name))):
+            found.append(_of(name, prefill, decode))
     return tuple(found)
 
 

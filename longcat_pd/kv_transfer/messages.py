@@ -15,7 +15,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hello:
-    """First record on a link and at each new incarnation. ``hello.mismatches`` says which fields must agree."""
+    """First record on a link and at each new incarnation. ``hello.mismatches`` says which fields must agree.
+
+    ``pairs_within_s``: after so long without its half of a pair (the offer, or the answer to one) this side has given up.
+    ``acks_within_s``: so long a decode side may take from the last byte sent to its acknowledgement.
+    """
 
     name: str
     role: str
@@ -37,6 +41,8 @@ class Hello:
     lane_host: str = ""
     lane_port: int = 0
     num_draft_tokens: int = 0
+    pairs_within_s: float = 70.0
+    acks_within_s: float = 180.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from longcat_pd.clock import HEARTBEAT_S, Clock
 from longcat_pd.config.schema import PeerAddress
@@ -31,32 +31,26 @@ from longcat_pd.log import Refusals, logger
 from longcat_pd.metrics import TransferMetrics
 from longcat_pd.wire import MalformedRecord, Unsendable, unpack
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OfferLimits:
-    """Longest waits: for the grant, and for the acknowledgement once everything is sent."""
-
-    grant_s: float
-    ack_s: float
+GRANT_MARGIN_S = 1.0  # the decode side judges first
 
 
 class OutgoingTransfer(OpenTransfer):
-    """A hand-over that was offered. ``push`` is set once it is granted."""
+    """A hand-over that was offered. ``push`` is set once it is granted. ``grant_s``: the longest wait for that."""
 
-    def __init__(self, offer: Offer, peer: _Peer, *, deadline: float, clock: Clock, limits: OfferLimits) -> None:
+    def __init__(self, offer: Offer, peer: _Peer, *, deadline: float, clock: Clock, grant_s: float) -> None:
         super().__init__(offer.transfer_id, peer.link.name, deadline=deadline, clock=clock)
         self.push: Push | None = None
         self.is_acknowledged = False
         self._offer = offer
         self._peer = peer
-        self._limits = limits
+        self._grant_s = grant_s
         self._granted: asyncio.Future[Push] = asyncio.get_running_loop().create_future()
         self._acknowledged = asyncio.Event()
 
     async def grant(self) -> Push:
         """Offer, and wait for the answer. Raises what the decode side refuses with."""
         self._peer.send(self._offer)
-        self.push = await self.within(self._limits.grant_s, self._granted, "answer to the offer")
+        self.push = await self.within(self._grant_s, self._granted, "answer to the offer")
         return self.push
 
     def commit(self, commit: Commit) -> None:
@@ -65,7 +59,7 @@ class OutgoingTransfer(OpenTransfer):
 
     async def acknowledged(self) -> None:
         """Wait until everything has arrived. Raises TransferFailed."""
-        await self.within(self._limits.ack_s, self._acknowledged.wait(), "acknowledgement")
+        await self.within(self._peer.greeting.acks_within_s, self._acknowledged.wait(), "acknowledgement")
         self.is_acknowledged = True
 
     def abort(self, reason: str) -> None:
@@ -111,6 +105,12 @@ class _Peer:
     transfers: dict[str, OutgoingTransfer] = field(default_factory=dict)
     greeted_at: float = -math.inf
 
+    @property
+    def greeting(self) -> Hello:
+        """What it has said of itself; of a link that is or was up."""
+        assert self.link.theirs is not None, "before the greeting"
+        return self.link.theirs
+
     def greet(self, hello: Hello, now: float) -> None:
         """Say who we are; the answer is a greeting too. Once for each heartbeat, or the two would never fall silent."""
         if now - self.greeted_at >= HEARTBEAT_S:
@@ -126,8 +126,7 @@ class _Peer:
 
     def push_for(self, grant: Grant, offer: Offer) -> Push:
         """Where the cache goes. Raises MalformedRecord for a grant that no rank could follow."""
-        theirs = self.link.theirs
-        assert theirs is not None, "a grant before the greeting"
+        theirs = self.greeting
         blocks, needed = unpack(grant.blocks), -(-len(offer.token_ids) // (4 * theirs.block_size))
         if grant.incarnation != theirs.incarnation:
             raise MalformedRecord(f"it is of another life, {grant.incarnation[:40]}")
@@ -165,13 +164,11 @@ class Offering:
         peers: Sequence[PeerAddress],
         *,
         connect: Callable[[PeerAddress], ControlSocket],
-        limits: OfferLimits,
         clock: Clock,
         metrics: TransferMetrics,
     ) -> None:
         self.news = asyncio.Event()  # set when a peer has greeted
         self._hello = hello
-        self._limits = limits
         self._clock = clock
         self._metrics = metrics
         self._refusals = Refusals()
@@ -221,8 +218,8 @@ class Offering:
             raise TransferFailed(f"the link to {peer} is {there.link.state}", peer_gone=True)
         if offer.transfer_id in there.transfers:
             raise TransferFailed(f"transfer {offer.transfer_id} is open already")
-        limits = replace(self._limits, grant_s=math.inf) if is_patient else self._limits
-        transfer = OutgoingTransfer(offer, there, deadline=deadline, clock=self._clock, limits=limits)
+        grant_s = math.inf if is_patient else there.greeting.pairs_within_s + GRANT_MARGIN_S
+        transfer = OutgoingTransfer(offer, there, deadline=deadline, clock=self._clock, grant_s=grant_s)
         there.transfers[offer.transfer_id] = transfer
         self._metrics.transfers_open.inc()
         try:

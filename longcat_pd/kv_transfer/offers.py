@@ -7,6 +7,7 @@ engine: what a leg grants is a ``Grant`` record.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -20,20 +21,21 @@ from longcat_pd.log import Refusals, logger
 from longcat_pd.metrics import TransferMetrics
 from longcat_pd.wire import MalformedRecord, Unsendable, unpack
 
+_DRAFT_BYTES = {"float32": 4, "bfloat16": 2}  # of a number, by data type
 _ENDED_KEPT = 4096  # transfers that are over, so that a late half of the pair is told at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairLimits:
-    """Longest waits: of an offer for its leg, of a leg for its offer, of the arrived cache for its commit.
+    """Longest waits: of an offer for its leg, of the arrived cache for its commit.
 
-    ``vocab_size``: ids of tokens are below it.
+    ``vocab_size``: ids of tokens are below it. ``hidden_size``: of what drafts start from.
     """
 
     offer_s: float
-    leg_s: float
     commit_s: float
     vocab_size: int
+    hidden_size: int
 
 
 @dataclass(eq=False)
@@ -76,12 +78,25 @@ class IncomingTransfer(OpenTransfer):
     async def committed(self, limit_s: float) -> Commit:
         """The commit, once only it is missing. Raises TransferFailed, DeadlineExceeded."""
         commit = await self.within(limit_s, asyncio.shield(self._commit), "commit")
-        if self.theirs.num_draft_tokens and commit.draft_state is None:
-            raise TransferFailed(f"transfer {self.id}: the commit lacks what drafts start from")
-        wrong = [i for i in (commit.token_id, *(i for i, _ in commit.top)) if not 0 <= i < self._offers.limits.vocab_size]
-        if wrong:
-            raise TransferFailed(f"transfer {self.id}: the commit names token {wrong[0]}, which no vocabulary of ours has")
+        if fault := self._fault(commit):
+            raise TransferFailed(f"transfer {self.id}: the commit {fault}")
         return commit
+
+    def _fault(self, commit: Commit) -> str:
+        """What a commit cannot say; "" if it can."""
+        state, limits = commit.draft_state, self._offers.limits
+        if (state is not None) != (self.theirs.num_draft_tokens > 0):
+            return "has what drafts start from, of which there are none" if state else "lacks what drafts start from"
+        if state is not None and len(state.hidden) != limits.hidden_size * _DRAFT_BYTES.get(state.dtype, 0):
+            told = f"{len(state.hidden)} bytes of {state.dtype[:40]}"
+            return f"has {told} for drafts to start from, {limits.hidden_size} numbers are needed"
+        wrong = [i for i in (commit.token_id, *(i for i, _ in commit.top)) if not 0 <= i < limits.vocab_size]
+        if wrong:
+            return f"names token {wrong[0]}, which no vocabulary of ours has"
+        num_ids = len(self.offer.token_ids) // 4
+        if not 0 <= commit.num_cached_tokens <= num_ids:
+            return f"says that {commit.num_cached_tokens} of {num_ids} ids were cached"
+        return ""
 
     def acknowledge(self) -> None:
         """Everything is here."""
@@ -164,8 +179,11 @@ class Offers:
             await asyncio.wait(tasks)
             self._socket.close()
 
-    async def expect(self, transfer_id: str, *, peer: str, deadline: float, num_said: int = 0) -> IncomingTransfer:
+    async def expect(
+        self, transfer_id: str, *, peer: str, deadline: float, num_said: int = 0, is_patient: bool = False
+    ) -> IncomingTransfer:
         """The offer of this transfer, for its leg. Call ``take`` soon after. ``num_said``: as the leg has it.
+        ``is_patient``: only the deadline ends the wait, as that of the prefill side for its room.
 
         Raises:
             WorkerUnavailable: no such peer in the configuration.
@@ -182,7 +200,9 @@ class Offers:
             raise TransferFailed(f"transfer {transfer_id} has a leg already")
         transfer = there.transfers.get(transfer_id)
         if transfer is None:
-            transfer = await self._wait_for_offer(transfer_id, peer, deadline)
+            assert there.link.theirs is not None, "a link that is up"
+            limit_s = math.inf if is_patient else there.link.theirs.pairs_within_s
+            transfer = await self._wait_for_offer(transfer_id, peer, deadline, limit_s)
         if transfer.is_taken:
             raise TransferFailed(f"transfer {transfer_id} has a leg already")
         if transfer.offer.num_said != num_said:
@@ -220,16 +240,16 @@ class Offers:
         except Unsendable as error:
             logger().debug("control_not_sent", peer=peer, reason=str(error))
 
-    async def _wait_for_offer(self, transfer_id: str, peer: str, deadline: float) -> IncomingTransfer:
+    async def _wait_for_offer(self, transfer_id: str, peer: str, deadline: float, limit_s: float) -> IncomingTransfer:
         leg = self._legs[transfer_id] = _Leg(peer, asyncio.get_running_loop().create_future())
         left = deadline - self._clock.now()
         try:
-            return await self._clock.within(min(self.limits.leg_s, left), leg.offer)
+            return await self._clock.within(min(limit_s, left), leg.offer)
         except TimeoutError:
             self._note_ended(transfer_id, "no offer came in time")
-            if left < self.limits.leg_s:
+            if left < limit_s:
                 raise DeadlineExceeded("the deadline of this request is over") from None
-            raise TransferFailed(f"transfer {transfer_id}: no offer of {peer} within {self.limits.leg_s:g} s") from None
+            raise TransferFailed(f"transfer {transfer_id}: no offer of {peer} within {limit_s:g} s") from None
         except asyncio.CancelledError:
             self._note_ended(transfer_id, "the request has left")
             raise
@@ -342,6 +362,8 @@ class Offers:
         ids = unpack(offer.token_ids)
         if min(ids) < 0 or max(ids) >= self.limits.vocab_size or offer.max_tokens < 1:
             return "ids outside the vocabulary, or nothing to be answered"
+        if len(ids) + offer.max_tokens > self._hello.max_model_len:
+            return f"{len(ids)} ids and {offer.max_tokens} to come, of {self._hello.max_model_len} at most"
         if not 0 <= offer.num_said < len(ids):
             return f"{offer.num_said} of {len(ids)} ids belong to the answer"
         return ""

@@ -9,7 +9,7 @@ from longcat_pd.config.keys import admission
 from longcat_pd.config.schema import PeerAddress
 from longcat_pd.kv_transfer.faulty_control import exposed
 from longcat_pd.kv_transfer.hello import CONTROL_PORT_OFFSET
-from longcat_pd.kv_transfer.offering import Offering, OfferLimits
+from longcat_pd.kv_transfer.offering import Offering
 from longcat_pd.prefill_worker.service import PrefillService
 from longcat_pd.server.parts import Parts
 from longcat_pd.server.peered import WorkerRole
@@ -17,7 +17,6 @@ from longcat_pd.server.worker import run_worker
 from longcat_pd.wire import AsyncSocket, tcp
 
 LINGER_S = 0.2  # for the last aborts to leave
-GRANT_MARGIN_S = 1.0  # the decode side judges first
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,7 +27,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def build(parts: Parts) -> tuple[PrefillService, Offering]:
     """The service, and a link to every decode instance of the configuration."""
     spec, transfers = parts.spec, parts.metrics.transfers
-    grant_s = spec.transfer.pairing_timeout_s + spec.engine.queue_timeout_s + GRANT_MARGIN_S
     identity = f"{spec.name}.{parts.hello.incarnation}".encode()
     place = admission(spec.cluster_key_file)
     switches = parts.faults.switches if parts.faults is not None else None
@@ -41,7 +39,6 @@ def build(parts: Parts) -> tuple[PrefillService, Offering]:
         parts.hello,
         spec.peers,
         connect=lambda peer: exposed(connect(peer), switches),
-        limits=OfferLimits(grant_s=grant_s, ack_s=spec.transfer.timeout_s),
         clock=parts.clock,
         metrics=transfers,
     )

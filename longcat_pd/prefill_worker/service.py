@@ -69,7 +69,9 @@ class PrefillService:
                 self._engine.stamp(seq, Event.COMMITTED)
             yield Delta(())
 
-    async def adopt(self, transfer: TransferRef, deadline: float, sampling: SamplingParams) -> Request:
+    async def adopt(
+        self, transfer: TransferRef, deadline: float, sampling: SamplingParams, *, is_patient: bool = False
+    ) -> Request:
         """Not of this role."""
         raise WorkerUnavailable(f"{self.name} is a prefill instance; it cannot take the decode leg of {transfer.id}")
 

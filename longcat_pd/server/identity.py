@@ -13,7 +13,7 @@ from longcat_pd.kv_transfer.messages import Hello
 from longcat_pd.models.checkpoint import checkpoint_digest
 from longcat_pd.version import VERSION
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
 def own_hello(spec: InstanceSpec, model: ModelConfig) -> Hello:
@@ -29,7 +29,7 @@ def own_hello(spec: InstanceSpec, model: ModelConfig) -> Hello:
 
 
 def _files_digest(folder: Path) -> str:
-    """Of the files that make ids from text; one that is missing counts as empty."""
+    """Of the files that make ids from text and say how an answer is drawn; one that is missing counts as empty."""
     digest = hashlib.sha256()
     for name in _TOKENIZER_FILES:
         content = (folder / name).read_bytes() if (folder / name).is_file() else b""

@@ -32,6 +32,7 @@ class Parts:
     metrics: Metrics
     told_to_end: asyncio.Event
     vocab_size: int
+    hidden_size: int
     faults: FaultBoard | None = None
 
 
@@ -73,4 +74,5 @@ def make_parts(
         told_to_end=told_to_end,
         faults=FaultBoard(spec, executor.order) if spec.faults else None,
         vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
     )

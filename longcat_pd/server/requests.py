@@ -205,7 +205,8 @@ class Adopted:
             sampling = sampling_of(
                 body, self._defaults, choice=index % body.n, max_tokens=at_least, seed=0, num_said=num_said
             )
-            return replace(await self._service.adopt(transfer, call.deadline, sampling), priority=body.priority)
+            request = await self._service.adopt(transfer, call.deadline, sampling, is_patient=index > 0)
+            return replace(request, priority=body.priority)
 
         return request_of
 

@@ -93,8 +93,13 @@ class Service(Protocol):
         """
         ...
 
-    async def adopt(self, transfer: TransferRef, deadline: float, sampling: SamplingParams) -> Request:
-        """Decode worker only: wait for the offer of this transfer; the request with its prompt ids, max_tokens and seed."""
+    async def adopt(
+        self, transfer: TransferRef, deadline: float, sampling: SamplingParams, *, is_patient: bool = False
+    ) -> Request:
+        """Decode worker only: wait for the offer of this transfer; the request with its prompt ids, max_tokens and seed.
+
+        ``is_patient``: as of ``Request``, which then comes to the prefill side as one too.
+        """
         ...
 
     def readiness(self) -> Readiness:

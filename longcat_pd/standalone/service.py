@@ -50,7 +50,9 @@ class StandaloneService:
                 async for delta in deltas:
                     yield delta
 
-    async def adopt(self, transfer: TransferRef, deadline: float, sampling: SamplingParams) -> Request:
+    async def adopt(
+        self, transfer: TransferRef, deadline: float, sampling: SamplingParams, *, is_patient: bool = False
+    ) -> Request:
         """Not of this role."""
         raise WorkerUnavailable(f"{self.name} has no peers; it cannot take the leg of transfer {transfer.id}")
 

@@ -16,7 +16,7 @@ from longcat_pd.faults import Switches
 from longcat_pd.kv_transfer.control import CONTROL
 from longcat_pd.kv_transfer.faulty_control import FaultySocket
 from longcat_pd.kv_transfer.messages import ControlMessage, Hello
-from longcat_pd.kv_transfer.offering import Offering, OfferLimits
+from longcat_pd.kv_transfer.offering import Offering
 from longcat_pd.kv_transfer.offers import Offers, PairLimits
 from longcat_pd.metrics import Metrics
 from longcat_pd.prefill_worker.service import PrefillService
@@ -67,8 +67,7 @@ class Pipe:
         return self.dealers[identity]
 
 
-LIMITS = PairLimits(offer_s=10.0, leg_s=70.0, commit_s=60.0, vocab_size=1 << 17)
-OFFER_LIMITS = OfferLimits(grant_s=71.0, ack_s=60.0)
+LIMITS = PairLimits(offer_s=10.0, commit_s=60.0, vocab_size=1 << 17, hidden_size=2)
 
 
 class Pair:
@@ -110,7 +109,6 @@ class Pair:
             p_hello,
             [PeerAddress(name="d0", role="decode", host="h", http_port=1)],
             connect=lambda _peer: FaultySocket(self.dealer, self.switches["p"]),
-            limits=OFFER_LIMITS,
             clock=self.clock,
             metrics=self.p_metrics.transfers,
         )
@@ -135,9 +133,16 @@ class Pair:
             parallel=ParallelConfig(), engine=self.p_pencil.config, transfer=TransferConfig(),
         )  # fmt: skip
 
-    def prefill_leg(self, transfer_id: str = "t", *, prompt: tuple[int, ...] = (1, 2, 3, 4, 5), **sampling: Any) -> Leg:
+    def prefill_leg(
+        self,
+        transfer_id: str = "t",
+        *,
+        prompt: tuple[int, ...] = (1, 2, 3, 4, 5),
+        is_patient: bool = False,
+        **sampling: Any,
+    ) -> Leg:
         values = SamplingParams(max_tokens=3, temperature=0.0)
-        return Leg(self, transfer_id, prompt, replace(values, **sampling))
+        return Leg(self, transfer_id, prompt, replace(values, **sampling), is_patient=is_patient)
 
     def close_lanes(self, transfer_id: str, **how: Any) -> None:
         """The ranks of both sides report the end of the transfer."""
@@ -162,8 +167,11 @@ class Pair:
 class Leg:
     """A client's request at both services. ``p_end``, ``d_end``: how each leg has ended."""
 
-    def __init__(self, pair: Pair, transfer_id: str, prompt: tuple[int, ...], sampling: SamplingParams) -> None:
+    def __init__(
+        self, pair: Pair, transfer_id: str, prompt: tuple[int, ...], sampling: SamplingParams, *, is_patient: bool
+    ) -> None:
         self._pair = pair
+        self._is_patient = is_patient
         self._transfer = transfer_id
         self._prompt = prompt
         self._sampling = sampling
@@ -185,14 +193,16 @@ class Leg:
     async def _prefill(self, deadline: float) -> None:
         request = Request(
             request_id="r", prompt_token_ids=self._prompt, sampling=self._sampling, deadline=deadline,
-            transfer=TransferRef(id=self._transfer, peer="d0"),
+            transfer=TransferRef(id=self._transfer, peer="d0"), is_patient=self._is_patient,
         )  # fmt: skip
         deltas = [delta async for delta in self._pair.prefill.generate(request)]
         assert len(deltas) == 1 and not deltas[0].tokens
 
     async def _decode(self, deadline: float) -> None:
         ours = replace(self._sampling, max_tokens=99, seed=99)  # P's values count
-        request = await self._pair.decode.adopt(TransferRef(id=self._transfer, peer="p0"), deadline, ours)
+        transfer = TransferRef(id=self._transfer, peer="p0")
+        request = await self._pair.decode.adopt(transfer, deadline, ours, is_patient=self._is_patient)
+        request = replace(request, is_patient=self._is_patient)
         assert request.prompt_token_ids == self._prompt
         assert request.sampling.max_tokens == self._sampling.max_tokens
         async for delta in self._pair.decode.generate(request):

@@ -127,7 +127,9 @@ class FakeService:
         finally:
             self.num_running -= 1
 
-    async def adopt(self, transfer: TransferRef, deadline: float, sampling: SamplingParams) -> Request:
+    async def adopt(
+        self, transfer: TransferRef, deadline: float, sampling: SamplingParams, *, is_patient: bool = False
+    ) -> Request:
         self.adopted.append(transfer)
         await asyncio.sleep(0)
         return Request(

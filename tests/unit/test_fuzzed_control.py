@@ -18,7 +18,7 @@ from longcat_pd import log
 from longcat_pd.errors import TransferFailed
 from longcat_pd.faults import Fault
 from longcat_pd.kv_transfer.control import CONTROL
-from longcat_pd.kv_transfer.messages import Abort, Ack, Beat, Commit, Grant, Offer, Refuse
+from longcat_pd.kv_transfer.messages import Abort, Ack, Beat, Commit, DraftState, Grant, Offer, Refuse
 from longcat_pd.wire import pack
 from tests.manual_clock import settle
 from tests.unit.control_rig import Pair, hello, pair
@@ -185,11 +185,13 @@ def _with(grant: Grant, changes: dict[str, Any]) -> Grant:
 async def test_an_offer_that_can_mean_nothing_is_refused() -> None:
     async with pair() as p:
         known = p.p_hello.incarnation.encode()
-        ids_and_said = ((b"", 0), (b"\1\0\0", 0), (pack([-1]), 0), (pack([1 << 17]), 0), (pack([1]), 1), (pack([1]), -1))
-        for number, (ids, num_said) in enumerate(ids_and_said):
+        one, odd = pack([1]), ((b"", 0, 1), (b"\1\0\0", 0, 1), (pack([-1]), 0, 1), (pack([1 << 17]), 0, 1))
+        longest = p.d_hello.max_model_len
+        cases = (*odd, (one, 1, 1), (one, -1, 1), (one, 0, 0), (one, 0, longest), (one, 0, 1 << 40))
+        for number, (ids, num_said, max_tokens) in enumerate(cases):
             offer = Offer(
-                transfer_id=f"t{number}", request_id="r", incarnation="p0-life", token_ids=ids, max_tokens=1, seed=1,
-                deadline_ms=5000, num_said=num_said,
+                transfer_id=f"t{number}", request_id="r", incarnation="p0-life", token_ids=ids, max_tokens=max_tokens,
+                seed=1, deadline_ms=5000, num_said=num_said,
             )  # fmt: skip
             p.router.inbox.put_nowait([known, *CONTROL.encode(offer)])
             await settle()
@@ -200,8 +202,16 @@ async def test_an_offer_that_can_mean_nothing_is_refused() -> None:
         await p.assert_idle()
 
 
-@pytest.mark.parametrize("changes", [{"token_id": -1}, {"token_id": 1 << 17}, {"top": ((1 << 40, -1.0),)}], ids=str)
-async def test_a_commit_of_no_token_ends_its_transfer(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        *((c, "no vocabulary of ours") for c in ({"token_id": -1}, {"token_id": 1 << 17}, {"top": ((1 << 40, -1.0),)})),
+        *(({"num_cached_tokens": n}, f"{n} of 5 ids were cached") for n in (-1, 6)),
+        ({"draft_state": DraftState(hidden=b"", dtype="float32")}, "of which there are none"),
+    ],
+    ids=str,
+)
+async def test_a_commit_that_cannot_be_ends_its_transfer(changes: dict[str, Any], told: str) -> None:
     async with pair() as p:
         undisturbed = await an_answer(p, "before")
         p.switches["p"].set(Fault(name="drop_record", record="Commit"))
@@ -214,7 +224,8 @@ async def test_a_commit_of_no_token_ends_its_transfer(changes: dict[str, Any]) -
         await settle()
         ends = await leg.ends()
         assert all(isinstance(end, TransferFailed) for end in ends)
-        assert any("no vocabulary of ours" in str(end) for end in ends)
+        assert any(told in str(end) for end in ends)
+        assert not any(admit.draft_state for plan in p.d_pencil.plans for admit in plan.admit)
         p.switches["p"].clear()
         assert await an_answer(p, "after") == undisturbed
         await p.assert_idle()

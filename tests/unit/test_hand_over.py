@@ -10,7 +10,7 @@ import pytest
 from longcat_pd.errors import DeadlineExceeded, LongcatError, Overloaded, TransferFailed, WorkerUnavailable
 from longcat_pd.faults import Fault
 from longcat_pd.kv_transfer.control import CONTROL
-from longcat_pd.kv_transfer.messages import Abort, Commit, Grant, Offer, Refuse
+from longcat_pd.kv_transfer.messages import Abort, Commit, DraftState, Grant, Offer, Refuse
 from tests.manual_clock import settle
 from tests.unit.control_rig import Leg, Pair, hello, pair
 
@@ -158,7 +158,7 @@ async def test_a_lost_record_ends_both_sides(lost: str) -> None:
         await settle()
         if lost in ("Commit", "Ack"):
             p.close_lanes("t")
-        await p.clock.advance(75.0)
+        await p.clock.advance(185.0 if lost == "Ack" else 75.0)
         ends = await leg.ends()
         if lost == "Ack":  # D has everything and answers
             assert ends[1] is None
@@ -324,6 +324,10 @@ async def test_unknown_peers_and_other_roles() -> None:
         ({"num_draft_tokens": 3}, ("num_draft_tokens", "0", "3")),
         ({"max_model_len": 63}, ("max_model_len", "64", "63")),
         ({"layers_per_stage": (7,)}, ("layers_per_stage", "(1,)", "(7,)")),
+        ({"device": "npu"}, ("device", "cpu", "npu")),
+        ({"lane_port": 70000}, ("lane_port", "7", "70000")),
+        ({"pairs_within_s": float("nan")}, ("pairs_within_s", "70.0", "nan")),
+        ({"acks_within_s": float("inf")}, ("acks_within_s", "180.0", "inf")),
     ],
 )
 async def test_pools_that_do_not_match_refuse_each_other(changes: dict[str, object], shown: tuple[str, str, str]) -> None:
@@ -336,14 +340,107 @@ async def test_pools_that_do_not_match_refuse_each_other(changes: dict[str, obje
         await p.assert_idle()
 
 
-async def test_a_commit_without_what_drafts_start_from_ends_the_transfer() -> None:
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        (None, "lacks what drafts start from"),
+        (DraftState(hidden=bytes(8), dtype="float16"), "8 bytes of float16 for drafts to start from, 2 numbers are needed"),
+        (DraftState(hidden=bytes(8), dtype="bfloat16"), "8 bytes of bfloat16"),
+        (DraftState(hidden=bytes(3), dtype="float32"), "3 bytes of float32"),
+        (DraftState(hidden=b"", dtype="float32"), "0 bytes of float32"),
+    ],
+    ids=str,
+)
+async def test_a_commit_that_drafts_cannot_start_from_ends_the_transfer(state: DraftState | None, told: str) -> None:
     sides = {"prefill": hello("p0", "prefill", num_draft_tokens=3), "decode": hello("d0", "decode", num_draft_tokens=3)}
     async with pair(**sides) as p:
+        p.switches["p"].set(Fault(name="drop_record", record="Commit"))
         leg = p.prefill_leg().send()
         await settle()
         p.close_lanes("t")
+        await settle()
+        commit = Commit(transfer_id="t", token_id=6, logprob=None, top=(), draft_state=state)
+        p.router.inbox.put_nowait([p.p_hello.incarnation.encode(), *CONTROL.encode(commit)])
         ends = await leg.ends()
-        assert all(isinstance(e, TransferFailed) for e in ends) and any("what drafts start from" in str(e) for e in ends)
+        assert all(isinstance(e, TransferFailed) for e in ends) and any(told in str(e) for e in ends), ends
+        assert not any(admit.arrival for plan in p.d_pencil.plans for admit in plan.admit)
+        await p.assert_idle()
+
+
+async def test_another_instance_at_the_address_of_a_peer_is_no_peer() -> None:
+    async with pair(decode=hello("d9", "decode")) as p:
+        assert p.offering.states() == {"d0": "mismatch"}
+        (link,) = p.offering.links()
+        assert [(m.field, m.prefill, m.decode) for m in link.mismatch] == [("name", "d0", "d9")]
+        (end,) = await p.prefill_leg().send(d=False).ends()
+        assert isinstance(end, TransferFailed) and "the link to d0 is mismatch" in str(end)
+
+
+async def test_each_side_waits_as_long_as_the_other_says() -> None:
+    async with pair(decode=hello("d0", "decode", pairs_within_s=130.0)) as p:
+        leg = p.prefill_leg().send(d=False)  # D's leg is late, and stands in a line for long
+        p.switches["d"].set(Fault(name="drop_record", record="Grant"))
+        await settle()
+        p.prefill_leg().send(p=False)
+        await p.clock.advance(130.5)
+        assert leg.p is not None and not leg.p.done()
+        await p.clock.advance(1.0)
+        (end,) = await leg.ends()
+        assert "no answer to the offer of d0 within 131 s" in str(end)
+        await p.assert_idle()
+    async with pair(prefill=hello("p0", "prefill", pairs_within_s=130.0)) as p:
+        leg = p.prefill_leg().send(p=False)
+        await p.clock.advance(129.5)
+        assert leg.d is not None and not leg.d.done()
+        await p.clock.advance(1.0)
+        (end,) = await leg.ends()
+        assert "no offer of p0 within 130 s" in str(end)
+        await p.assert_idle()
+
+
+async def test_a_later_choice_waits_at_both_sides_for_the_room_of_the_first() -> None:
+    """P has room for one prompt, whose prefill takes long: the offer of the next one comes late, and nobody is blamed."""
+    async with pair(max_num_seqs=4, num_blocks=5, max_model_len=16) as p:
+        p.p_pencil.auto = False
+        prompt = tuple(range(1, 13))
+        first = p.prefill_leg("t.0", prompt=prompt).send()
+        await settle()
+        assert any(isinstance(m, Grant) for m in p.router.sent)
+        second = p.prefill_leg("t.1", prompt=prompt, is_patient=True).send()
+        await p.clock.advance(200.0)
+        assert not any(t.done() for leg in (first, second) for t in (leg.p, leg.d) if t is not None)
+        p.p_pencil.auto = True
+        while p.p_pencil.waiting:
+            p.p_pencil.step()
+        for leg, name in ((first, "t.0"), (second, "t.1")):
+            await settle()
+            p.close_lanes(name)
+            assert await leg.ends() == [None, None]
+        await p.assert_idle()
+
+
+async def test_a_step_that_is_slow_does_not_lose_the_acknowledgement() -> None:
+    """D's ranks hear of an arrival between steps. P has sent everything and waits, as long as such a step may take."""
+    async with pair() as p:
+        other = p.prefill_leg("a", max_tokens=9).send()
+        await settle()
+        p.d_pencil.auto = False
+        p.close_lanes("a")
+        await settle()
+        while not any(plan.segments for plan, _ in p.d_pencil.waiting):
+            p.d_pencil.step()
+            await settle()
+        leg = p.prefill_leg().send()
+        await settle()
+        p.p_pencil.close_transfer("t")
+        await p.clock.advance(110.0)
+        assert leg.p is not None and not leg.p.done()
+        p.d_pencil.auto = True
+        while p.d_pencil.waiting:
+            p.d_pencil.step()
+        await settle()
+        p.d_pencil.close_transfer("t")
+        assert await leg.ends() == [None, None] and await other.ends() == [None, None]
         await p.assert_idle()
 
 

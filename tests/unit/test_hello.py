@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from longcat_pd.config import resolve
 from longcat_pd.config.model import ModelConfig
+from longcat_pd.config.shipped import shipped_checkpoint
 from longcat_pd.kv_cache.spec import CacheSpec
 from longcat_pd.kv_transfer.hello import cache_entries, fingerprint
+from longcat_pd.server.identity import own_hello
 from longcat_pd.tiny.configs import VARIANTS, make_config
 from tests.unit.control_rig import hello
 
@@ -52,3 +57,17 @@ def test_a_fingerprint_is_that_of_the_pool_and_not_of_a_process() -> None:
     pair = fingerprint(hello("p0", "prefill"), hello("d0", "decode"))
     other = fingerprint(hello("p1", "prefill", lane_host="x", lane_port=8), hello("d7", "decode", incarnation="again"))
     assert pair == other
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"]
+)
+def test_copies_that_make_other_ids_or_draw_otherwise_are_told_apart(name: str, tmp_path: Path) -> None:
+    """Two pools over copies of one checkpoint, in one of which somebody has changed a file."""
+    one, other = (shutil.copytree(shipped_checkpoint(), tmp_path / place) for place in ("one", "other"))
+    config = ModelConfig.load(one)
+    first, second = (own_hello(resolve.standalone(str(f), [], host="127.0.0.1", port=1), config) for f in (one, other))
+    assert (first.model_digest, first.tokenizer_digest) == (second.model_digest, second.tokenizer_digest)
+    (other / name).write_text((other / name).read_text() + "\n")
+    changed = own_hello(resolve.standalone(str(other), [], host="127.0.0.1", port=1), config)
+    assert changed.model_digest == first.model_digest and changed.tokenizer_digest != first.tokenizer_digest
