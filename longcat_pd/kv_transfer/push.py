@@ -119,7 +119,7 @@ class PushLanes:
         """Layer ``layer`` of these block numbers is final."""
         with self.changed:
             transfer = self._transfers.get(transfer_id)
-            if transfer is None:
+            if transfer is None or transfer.reason is not None:  # given up, though a lane may still read its blocks
                 return
             plan, me = transfer.plan, self.me.rank
             is_end = is_last_chunk and layer == plan.layers_of(me)[-1]

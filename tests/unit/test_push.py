@@ -389,6 +389,8 @@ def test_blocks_are_in_quarantine_from_the_end_of_their_slot_until_no_lane_reads
     rig.network.lose_peers()
     pushing.cancel("t")  # a lane that gives up by itself does the same
     assert not pushing.counts().quarantined, "they are the sequence's, and live, as long as it has its slot"
+    pushing.push_layer("t", 1, 0, 4, is_last_chunk=True)  # computed before the plan that cancels it
+    assert pushing.counts().unsent == 0, "nothing of it leaves any more, its end neither"
     pushing.retire("t")
     assert len(pushing.counts().quarantined) == 4 and rig.pushed.all == []
     may_go_on.set()
