@@ -1,40 +1,93 @@
-"""Connections whose head does not end: in bytes, in time, and behind a body."""
+"""Connections whose head does not end: in bytes, in time, and behind a body; whose requests come too early; that are not read."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import uvicorn
 
-from longcat_pd.server import http_heads
+from longcat_pd.clock import MonotonicClock
+from longcat_pd.server import closing, http_heads
+from longcat_pd.server.closing import ClosingTransport
+from longcat_pd.server.errors import ClientGone
 from longcat_pd.server.http_heads import HEAD_BYTES, BoundedHeads
+from longcat_pd.server.run import listen
+from longcat_pd.server.sse import while_connected
 
 HEAD = b"POST / HTTP/1.1\r\nhost: h\r\n"
+EARLY = b"POST /early HTTP/1.1\r\nhost: h\r\ncontent-length: 10\r\n\r\n"
+SLOW = b"GET /slow HTTP/1.1\r\nhost: h\r\n\r\n"
+GOOD = b"GET / HTTP/1.1\r\nhost: h\r\n\r\n"
 
 
-async def app(_scope: Any, receive: Any, send: Any) -> None:
-    """Answers with the number of bytes of the body."""
-    size, more = 0, True
+class Slow:
+    """Requests that are answered when they may be."""
+
+    def __init__(self) -> None:
+        self.has_come, self.may_end, self.is_left = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.count = 0
+
+    async def __call__(self, receive: Any) -> None:
+        self.count += 1
+        self.has_come.set()
+        try:
+            await while_connected(receive, self.may_end.wait())
+        except ClientGone:
+            self.is_left.set()
+            raise
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with the number of bytes of the body; early without it, or more than is ever read."""
+    size, more = 0, scope["path"] != "/early"
     while more:
         message = await receive()
         size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+    if scope["path"] == "/slow":
+        await scope["state"]["slow"](receive)
+    if scope["path"] == "/endless":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        with suppress(TimeoutError):
+            await MonotonicClock().within(0.2, pour_out(send))
+        return
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"8")]})
     await send({"type": "http.response.body", "body": b"%8d" % size})
 
 
+async def pour_out(send: Any) -> None:
+    while True:
+        await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+
+
 @pytest.fixture
-async def port() -> AsyncIterator[int]:
+async def server() -> AsyncIterator[uvicorn.Server]:
     config = uvicorn.Config(app, http=BoundedHeads, ws="none", log_config=None, lifespan="off", access_log=False)
     server = uvicorn.Server(config)
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = listen("127.0.0.1", 0)
     serving = asyncio.ensure_future(server._serve([listener]))
-    yield listener.getsockname()[1]
+    while not server.started:
+        await asyncio.sleep(0.01)
+    yield server
     server.should_exit = True
     await serving
+
+
+@pytest.fixture
+def port(server: uvicorn.Server) -> int:
+    found: int = server.servers[0].sockets[0].getsockname()[1]
+    return found
+
+
+@pytest.fixture
+def slow(server: uvicorn.Server) -> Slow:
+    server.lifespan.state["slow"] = Slow()
+    found: Slow = server.lifespan.state["slow"]
+    return found
 
 
 async def pour(port: int, beginning: bytes, endless: bytes) -> tuple[int, bytes]:
@@ -96,10 +149,124 @@ async def test_long_bodies_and_many_requests_of_a_connection_are_no_concern_of_t
     writer.close()
 
 
-@pytest.mark.parametrize("beginning", [b"", HEAD + b"x: "], ids=["silent", "slow"])
-async def test_a_head_that_does_not_come(port: int, beginning: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("answered", "beginning"),
+    [
+        (b"", b""),
+        (b"", HEAD + b"x: "),
+        (GOOD, b"\r\n"),
+        (GOOD, b"\r"),
+        (GOOD, b"GET / HT"),
+        (EARLY, b"x"),
+        (EARLY, b"x" * 10),
+    ],
+    ids=["silent", "slow", "empty line", "half an empty line", "another", "body", "whole body"],
+)
+async def test_a_head_that_does_not_come(
+    port: int, answered: bytes, beginning: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also behind a request that has its answer, whose body may still come."""
     monkeypatch.setattr(http_heads, "HEAD_S", 0.3)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    if answered:
+        writer.write(answered)
+        await asyncio.wait_for(reader.readuntil(b"%8d" % 0), 20.0)
     writer.write(beginning)
-    assert await asyncio.wait_for(reader.read(1), 20.0) == b""
+    assert await asyncio.wait_for(reader.read(1), 10.0) == b""
     writer.close()
+
+
+@pytest.mark.parametrize("behind", [GOOD, b"G", GOOD + b"\0", SLOW * 9], ids=["whole", "begun", "nonsense", "many"])
+async def test_a_request_before_the_answer_to_the_one_in_front(port: int, slow: Slow, behind: bytes) -> None:
+    """The first is answered, whatever comes behind it, and the connection closed."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(SLOW + behind)
+    await asyncio.wait_for(slow.has_come.wait(), 20.0)
+    for _ in range(4):
+        writer.write(GOOD * 3000)
+        await writer.drain()
+        await asyncio.sleep(0.02)
+    slow.may_end.set()
+    answer = await asyncio.wait_for(reader.read(), 20.0)
+    assert answer.count(b"HTTP/1.1 ") == 1 and answer.startswith(b"HTTP/1.1 200 ") and answer.endswith(b"%8d" % 0)
+    assert b"connection: close\r\n" in answer and slow.count == 1
+    writer.close()
+
+
+@pytest.mark.parametrize("behind", [b"", GOOD, b"G", GOOD * 50], ids=["nothing", "whole", "begun", "many"])
+@pytest.mark.parametrize("is_at_once", [True, False])
+async def test_who_leaves_is_missed_at_once_whatever_it_has_sent(
+    port: int, slow: Slow, behind: bytes, is_at_once: bool
+) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(SLOW + behind if is_at_once else SLOW)
+    await asyncio.wait_for(slow.has_come.wait(), 20.0)
+    writer.write(b"" if is_at_once else behind)
+    await asyncio.sleep(0.05)
+    assert not slow.is_left.is_set()
+    writer.close()
+    await asyncio.wait_for(slow.is_left.wait(), 5.0)
+
+
+async def test_a_request_that_follows_the_last_byte_of_an_answer_is_not_too_early(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for _ in range(200):
+        writer.write(GOOD)
+        await asyncio.wait_for(reader.readuntil(b"%8d" % 0), 20.0)
+    writer.close()
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["stays", "sends no more"])
+async def test_a_closed_connection_whose_client_does_not_read(
+    server: uvicorn.Server, port: int, leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(closing, "UNREAD_S", 0.3)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", port))
+        client.send(b"GET /endless HTTP/1.1\r\nhost: h\r\n\r\n")
+        await asyncio.sleep(0.1)
+        assert server.server_state.connections
+        if leaves:
+            client.shutdown(socket.SHUT_WR)
+        async with asyncio.timeout(10.0):
+            while server.server_state.connections:
+                await asyncio.sleep(0.05)
+
+
+class Stub(asyncio.Transport):
+    """A socket of which a test says what is unsent, and a loop that remembers when it is to be called."""
+
+    def __init__(self) -> None:
+        self.unsent, self.is_closed, self.is_aborted = 0, False, False
+        self.later: list[Any] = []
+
+    def call_later(self, seconds: float, call: Any, *given: Any) -> asyncio.TimerHandle:
+        self.later.append(lambda: call(*given))
+        return asyncio.TimerHandle(seconds, call, given, asyncio.get_running_loop())
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+async def test_who_reads_slowly_gets_all_of_what_was_sent_before_the_close() -> None:
+    stub = Stub()
+    transport = ClosingTransport(stub, stub)  # type: ignore[arg-type]
+    stub.unsent = 9
+    transport.close()
+    transport.close()
+    assert stub.is_closed and len(stub.later) == 1
+    for stub.unsent in (8, 4, 3):
+        stub.later.pop()()
+        assert not stub.is_aborted and len(stub.later) == 1
+    stub.later.pop()()
+    assert stub.is_aborted and not stub.later
