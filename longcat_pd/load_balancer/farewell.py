@@ -9,8 +9,7 @@ from longcat_pd.clock import Clock
 from longcat_pd.load_balancer.course import JSON_HEAD, Client
 from longcat_pd.load_balancer.replies import Failure
 from longcat_pd.server.errors import error_headers, error_object, to_json
-
-FAREWELL_S = 1.0  # how long a client that does not read may hold up its own error
+from longcat_pd.server.sse import FAREWELL_S
 
 
 async def tell_failure(client: Client, failure: Failure, *, request_id: str, clock: Clock) -> None:

@@ -64,6 +64,10 @@ class Face:
         """What surrounds a body that belongs to no hand-over."""
         return Call(request_id=request_id, deadline=self._service.now() + time_left_s, traceparent=traceparent)
 
+    def time_left_s(self, call: Call) -> float:
+        """Until its end."""
+        return call.deadline - self._service.now()
+
     def admit(self) -> None:
         """Raise what a new body is refused with now: draining, too many, starting."""
         self._running.admit()

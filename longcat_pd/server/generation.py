@@ -19,6 +19,7 @@ from longcat_pd.server.errors import json_response
 from longcat_pd.server.face import Face
 from longcat_pd.server.intake import read_in_time, time_limit_of
 from longcat_pd.server.openai import decode_body
+from longcat_pd.server.requests import Call
 from longcat_pd.server.sse import DONE, EventStream, event, while_connected
 
 
@@ -43,7 +44,7 @@ class Generation:
         body = self._face.read(request.scope["path"], await self.read(request, limit_s))
         if not body.stream:
             return await self.whole(request, self._face.answer(body, call))
-        return self.stream(request, encoded(self._face.chunks(body, call)))
+        return self.stream(request, encoded(self._face.chunks(body, call)), call)
 
     async def read(self, request: Request, limit_s: float) -> dict[str, Any]:
         """The fields of the body, if it comes in time; what would be refused anyway is refused before it is read."""
@@ -55,12 +56,14 @@ class Generation:
         with self._metrics.inflight_requests.track_inprogress():
             return json_response(await while_connected(request.receive, work))
 
-    def stream(self, request: Request, events: AsyncGenerator[bytes, None]) -> Response:
+    def stream(self, request: Request, events: AsyncGenerator[bytes, None], call: Call) -> Response:
         """An answer as encoded events; the last one, which says that it is whole, is added here."""
         return EventStream(
             self._ended(events),
             request_id_of(request),
             on_error=_ignore,  # the face's journal has told of it
+            time_left_s=self._face.time_left_s(call),
+            cut=call.cut,
             keepalive_s=self._front.keepalive_comment_s,
         )
 

@@ -30,7 +30,8 @@ KEPT = 50  # requests whose lives can be looked at
 @dataclass(kw_only=True)
 class Record:
     """One body as it goes; written by the face. ``left_at``: when its requests began to be closed. ``outcome`` and
-    ``ended``: None as long as it goes. ``error``: the name of the typed error that it ended with.
+    ``ended``: None as long as it goes. ``error``: the name of the typed error that it ended with. ``unread``: an error that
+    cut it, which the client did not wait for or read.
     """
 
     started: float
@@ -42,6 +43,7 @@ class Record:
     finish: str = "engine_fault"
     first_token: float | None = None
     left_at: float | None = None
+    unread: LongcatError | None = None
     prompts: PromptTally = field(default_factory=PromptTally)
     takes: list[Take] = field(default_factory=list)
 
@@ -126,8 +128,12 @@ class Journal:
             self._failed(record, call, error)
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            outcome = "cancelled"
-            self._cancelled(record, call)
+            if record.unread is None:
+                outcome = "cancelled"
+                self._cancelled(record, call)
+            else:
+                outcome, record.error = record.unread.code, type(record.unread).__name__
+                self._failed(record, call, record.unread)
             raise
         finally:
             record.outcome, record.ended = outcome, self._now()
@@ -151,9 +157,9 @@ class Journal:
         now = self._now()
         return [record.seen(now) for record in self._kept]
 
-    def leaving(self, record: Record) -> None:
+    def leaving(self, record: Record, unread: LongcatError | None = None) -> None:
         """The end of the request is known; what it holds is given back from now on."""
-        record.left_at = self._now()
+        record.left_at, record.unread = self._now(), unread
 
     def token(self, record: Record) -> None:
         """The request has got tokens."""

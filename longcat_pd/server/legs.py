@@ -42,10 +42,10 @@ class Legs:
         body, call = await self._read(request, leg)
         if leg.tells_ids:
             steps = self._face.chunks(body, call) if body.stream else self._face.answer_in_steps(body, call)
-            return self._generation.stream(request, told(steps, has_ids=can_go_on(body)))
+            return self._generation.stream(request, told(steps, has_ids=can_go_on(body)), call)
         if not body.stream:
             return await self._generation.whole(request, self._face.answer(body, call))
-        return self._generation.stream(request, metered(self._face.chunks(body, call)))
+        return self._generation.stream(request, metered(self._face.chunks(body, call)), call)
 
     async def prefill(self, request: Request) -> Response:
         """A leg to a prefill worker: the answer says that the hand-over is done, also where the body asks for a stream."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from longcat_pd.errors import DeadlineExceeded, LongcatError
 from longcat_pd.server.gate import Cut
@@ -18,7 +18,12 @@ T = TypeVar("T")
 
 
 async def merged(
-    sources: Sequence[AsyncGenerator[T, None]], *, time_left_s: float, cuts: list[Cut], on_leaving: Callable[[], None]
+    sources: Sequence[AsyncGenerator[T, None]],
+    *,
+    time_left_s: float,
+    cuts: list[Cut],
+    on_cut: Callable[[], None],
+    on_leaving: Callable[[LongcatError | None], None],
 ) -> AsyncGenerator[T, None]:
     """The items of all sources as they come.
 
@@ -26,7 +31,9 @@ async def merged(
         sources: one that raises ends all of them with its exception.
         time_left_s: DeadlineExceeded afterwards.
         cuts: gets a function by which another part of the process ends the whole with an error.
-        on_leaving: told of the end, whatever it is, before what is still open is closed.
+        on_cut: told when one of these two is the next thing to be read: what was not read before it is dropped.
+        on_leaving: told of the end, whatever it is, before what is still open is closed; and of the error of a cut that
+            was not read.
     """
     queue: asyncio.Queue[T | asyncio.Task[None] | LongcatError] = asyncio.Queue()
 
@@ -35,8 +42,17 @@ async def merged(
             async for item in source:
                 queue.put_nowait(item)
 
+    unread: list[LongcatError] = []
+
+    def cut(error: LongcatError) -> None:
+        if not unread:
+            unread.append(error)
+            _empty(queue)
+            queue.put_nowait(error)
+            on_cut()
+
     def expire() -> None:
-        queue.put_nowait(DeadlineExceeded("the time limit of the request is over"))
+        cut(DeadlineExceeded("the time limit of the request is over"))
 
     def start(source: AsyncGenerator[T, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(pump(source))
@@ -46,7 +62,7 @@ async def merged(
     tasks = [start(source) for source in sources]
     timer = asyncio.get_running_loop().call_later(max(time_left_s, 0.0), expire)
     num_running = len(tasks)
-    cuts.append(queue.put_nowait)
+    cuts.append(cut)
     item: T | asyncio.Task[None] | LongcatError | None = None
     try:
         while num_running:
@@ -55,18 +71,23 @@ async def merged(
                 item.result()
                 num_running -= 1
             elif isinstance(item, LongcatError):
+                unread.clear()
                 raise item
             else:
                 yield item
     finally:
-        on_leaving()
+        on_leaving(unread[0] if unread else None)
         timer.cancel()
         await _end(tasks)
         # exceptions hold the frames that they went through: what knows them here would never be freed by itself
         item = None
         tasks.clear()
-        while not queue.empty():
-            queue.get_nowait()
+        _empty(queue)
+
+
+def _empty(queue: asyncio.Queue[Any]) -> None:
+    while not queue.empty():
+        queue.get_nowait()
 
 
 async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:

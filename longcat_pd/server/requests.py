@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -35,6 +35,7 @@ class Call:
     """What surrounds one body: its name, its end on the service's clock, and the hand-over that it belongs to.
 
     ``resume``: the answer began elsewhere; its only choice goes on here. ``traceparent``: that header, as it came.
+    ``cut``: set when its time is over or the gate has cut it, whether or not somebody reads its answer.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class Call:
     attempt: int = 1
     resume: Resume | None = None
     traceparent: str = ""
+    cut: asyncio.Event = field(default_factory=asyncio.Event, repr=False, compare=False)
 
     @property
     def said_token_ids(self) -> tuple[int, ...]:

@@ -133,7 +133,8 @@ class Running:
         self, sources: list[AsyncGenerator[T, None]], call: Call, *, cuts: list[Cut], record: Record
     ) -> AsyncGenerator[T, None]:
         left = call.deadline - self._service.now()
-        return merged(sources, time_left_s=left, cuts=cuts, on_leaving=lambda: self._journal.leaving(record))
+        leaving = partial(self._journal.leaving, record)
+        return merged(sources, time_left_s=left, cuts=cuts, on_cut=call.cut.set, on_leaving=leaving)
 
     async def _choice(
         self, choices: _Choices, index: int, call: Call, *, record: Record

@@ -14,12 +14,14 @@ from typing import Any, TypeVar
 
 from fastapi import Response
 
+from longcat_pd import log
 from longcat_pd.clock import MonotonicClock
 from longcat_pd.errors import LongcatError
-from longcat_pd.server.errors import ClientGone, Receive, Scope, Send, ending_in_error_event, to_json
+from longcat_pd.server.errors import ClientGone, Message, Receive, Scope, Send, ending_in_error_event, to_json
 
 T = TypeVar("T")
 
+FAREWELL_S = 1.0  # how long a client that does not read may hold up its own error
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = {
@@ -66,6 +68,8 @@ class EventStream(Response):
         events: encoded events; closed in any case.
         request_id: for the error event.
         on_error: told of an exception after the first event.
+        time_left_s: then, or when ``cut`` is set, ``events`` end soon with an error. A client that does not take it in
+            FAREWELL_S has its connection closed: what it holds up is held no longer.
         keepalive_s: after so many silent seconds a comment goes out, which fixes the status at 200; 0 is off.
     """
 
@@ -75,6 +79,8 @@ class EventStream(Response):
         request_id: str,
         *,
         on_error: Callable[[LongcatError], None],
+        time_left_s: float,
+        cut: asyncio.Event,
         keepalive_s: float = 0.0,
     ) -> None:
         super().__init__(headers=HEADERS)
@@ -82,11 +88,32 @@ class EventStream(Response):
         self._events = events
         self._request_id = request_id
         self._on_error = on_error
+        self._time_left_s = time_left_s
+        self._cut = cut
+        self._unsent: Message | None = None  # what waits for the client
         self._keepalive_s = keepalive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream."""
-        await while_connected(receive, self._send_all(send))
+        """Send the stream. Raises ClientGone also for a client that does not read."""
+        await while_connected(receive, self._until_cut(send))
+
+    async def _until_cut(self, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send_all(send))
+        cut = asyncio.ensure_future(self._cut.wait())
+        try:
+            limit_s = max(self._time_left_s, 0.0)
+            await asyncio.wait((sending, cut), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            while not sending.done():
+                unsent = self._unsent
+                await asyncio.wait((sending,), timeout=FAREWELL_S)
+                if unsent is not None and unsent is self._unsent:
+                    log.logger().debug("client_does_not_read")
+                    raise ClientGone
+            sending.result()
+        finally:
+            for part in (sending, cut):
+                part.cancel()
+            await asyncio.gather(sending, cut, return_exceptions=True)
 
     async def _send_all(self, send: Send) -> None:
         has_begun = False
@@ -97,9 +124,15 @@ class EventStream(Response):
             async for data in source:
                 if not has_begun:
                     has_begun = True
-                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+                    await self._send(send, head)
+                await self._send(send, {"type": "http.response.body", "body": data, "more_body": True})
+        await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, message: Message) -> None:
+        self._unsent = message
+        await send(message)
+        self._unsent = None
 
 
 async def _with_comments(source: AsyncGenerator[bytes, None], silent_s: float) -> AsyncGenerator[bytes, None]:

@@ -33,7 +33,9 @@ async def test_a_client_that_leaves_while_an_event_is_made(keepalive_s: float, t
     async def send(message: dict[str, Any]) -> None:
         begun.set()
 
-    stream = EventStream(events(), "r", on_error=lambda _: None, keepalive_s=keepalive_s)
+    stream = EventStream(
+        events(), "r", on_error=lambda _: None, time_left_s=60.0, cut=asyncio.Event(), keepalive_s=keepalive_s
+    )
     answering = asyncio.ensure_future(stream({}, receive, send))  # type: ignore[arg-type]
     await begun.wait()
     await asyncio.sleep(0.01)
