@@ -343,6 +343,7 @@ class Exchange:
         self.reads.set()
         self._gone = asyncio.Event()
         self._unread: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+        path, _, query = path.partition("?")
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -350,7 +351,7 @@ class Exchange:
             "method": method,
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode("latin-1"),
             "root_path": "",
             "scheme": "http",
             "headers": [(name.lower().encode(), value.encode("utf-8")) for name, value in headers.items()],

@@ -25,11 +25,11 @@ async def forward(face: Face, request: Request) -> Response:
     limit_s = time_limit_of(request, face.config.request_timeout_s)
     began = face.means.clock.now()
     body = await _body(face, request, limit_s)
-    TEXT_READERS[request.url.path](decode_body(body), face.served.name)
+    TEXT_READERS[request.scope["path"]](decode_body(body), face.served.name)
     instance = face.means.pool.a_prefill()
     request_id = request.scope["state"]["request_id"]
     headers = {**_trace_of(request), "content-type": "application/json", "x-request-id": request_id}
-    fetch = face.means.workers.fetch(instance.target.url + request.url.path, body=body, headers=headers)
+    fetch = face.means.workers.fetch(instance.target.url + request.scope["path"], body=body, headers=headers)
     try:
         reply = await while_connected(
             request.receive, face.means.clock.within(began + limit_s - face.means.clock.now(), fetch)
@@ -61,12 +61,12 @@ class Generation(Response):
         with face.gate.enter() as cuts, face.means.metrics.http.inflight_requests.track_inprogress():
             limit_s = time_limit_of(request, face.config.request_timeout_s)
             body = await _body(face, request, limit_s)
-            checked = read_body(request.url.path, decode_body(body), face.served.name)
+            checked = read_body(scope["path"], decode_body(body), face.served.name)
             trace, traced = _trace_of(request), None
             if face.means.tracer is not None:
                 traced = face.means.tracer.begin(trace.get("traceparent", ""))
             call = Call(
-                route=request.url.path,
+                route=scope["path"],
                 body=body,
                 request_id=scope["state"]["request_id"],
                 deadline=arrived + limit_s,

@@ -17,7 +17,7 @@ from longcat_pd import log
 from longcat_pd.clock import BREAKER_FAILURES, READY_POLL_S, Clock
 from longcat_pd.errors import LongcatError, WorkerUnavailable
 from longcat_pd.load_balancer.breaker import Breaker
-from longcat_pd.load_balancer.workers import WorkerRefused
+from longcat_pd.load_balancer.workers import NoRoomHere, WorkerRefused
 from longcat_pd.metrics import Metrics
 
 LegRole = Literal["prefill", "decode"]
@@ -168,6 +168,8 @@ class Pool:
         """Ask one instance once and draw the conclusion."""
         try:
             answer = await self._ask(instance.target.url)
+        except NoRoomHere:
+            return  # it was not asked
         except WorkerRefused:
             self._put_out(instance, "refused")
         except (LongcatError, TimeoutError):

@@ -7,6 +7,8 @@ the balancer's time, this one a tenth of it.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 from collections import deque
 from collections.abc import AsyncIterator
@@ -14,13 +16,20 @@ from collections.abc import AsyncIterator
 import httptools
 import httpx
 
+from longcat_pd import log
 from longcat_pd.clock import KEEPALIVE_IDLE_S, KEEPALIVE_PROBE_S, KEEPALIVE_PROBES
 from longcat_pd.server.reads import CopiedReads
 
 _READ_AHEAD_BYTES = 1 << 16  # of an answer that nobody takes: beyond it the worker has to wait
+# of this machine or process: nothing is known of who was called
+_NO_ROOM = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 
 Address = tuple[str, int]
 _Failure = tuple[type[httpx.TransportError], str]  # an exception would hold the frames that it went through, and they it
+
+
+class NoRoom(httpx.TransportError):
+    """This side has no file, memory or port for another connection."""
 
 
 class WorkerTransport(httpx.AsyncBaseTransport):
@@ -31,16 +40,17 @@ class WorkerTransport(httpx.AsyncBaseTransport):
 
     def __init__(self, idle_s: float) -> None:
         self._idle_s = idle_s
+        self._num_not_made = 0
         self._idle: dict[Address, list[_Connection]] = {}
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send, and wait for the head of the answer.
 
         Raises:
-            httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.RemoteProtocolError.
+            NoRoom, httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.RemoteProtocolError.
         """
         address = (request.url.host, request.url.port or 80)
-        connection = self._kept(address) or await _connected(address, request.extensions["timeout"]["connect"])
+        connection = self._kept(address) or await self._made(address, request.extensions["timeout"]["connect"])
         is_answered = False
         try:
             await connection.ask(_encoded(request))
@@ -65,6 +75,16 @@ class WorkerTransport(httpx.AsyncBaseTransport):
             return
         connection.idle_since = asyncio.get_running_loop().time()
         self._idle.setdefault(address, []).append(connection)
+
+    async def _made(self, address: Address, limit_s: float) -> _Connection:
+        """Where there is no room the log is told of the 1st, 2nd, 4th, 8th ... time: all calls fail so."""
+        try:
+            return await _connected(address, limit_s)
+        except NoRoom as error:
+            self._num_not_made += 1
+            if self._num_not_made & (self._num_not_made - 1) == 0:
+                log.logger().warning("connection_not_made", reason=str(error), count=self._num_not_made)
+            raise
 
     def _kept(self, address: Address) -> _Connection | None:
         """The connection that was used last, if it is fresh enough; those that are not are closed."""
@@ -224,6 +244,8 @@ async def _connected(address: Address, limit_s: float) -> _Connection:
         opening.result()
         is_open = True
     except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise NoRoom(os.strerror(error.errno)) from error
         raise httpx.ConnectError(f"{address[0]}:{address[1]}: {error}") from error
     finally:
         if not is_open:

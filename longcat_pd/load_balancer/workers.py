@@ -15,8 +15,8 @@ from typing import Any, cast
 import httpx
 
 from longcat_pd.clock import CONNECT_TIMEOUT_S, Clock
-from longcat_pd.errors import BadWorkerAnswer, WorkerUnavailable
-from longcat_pd.load_balancer.transport import WorkerTransport
+from longcat_pd.errors import BadWorkerAnswer, Overloaded, WorkerUnavailable
+from longcat_pd.load_balancer.transport import NoRoom, WorkerTransport
 
 # a worker's server closes idle connections after 5 s; ours are given up well before, so that no call meets the closing
 IDLE_CONNECTION_S = 2.0
@@ -33,6 +33,12 @@ class WorkerCut(WorkerUnavailable):
 
 class WorkerRefused(WorkerUnavailable):
     """Nobody listens at the worker's address."""
+
+
+class NoRoomHere(Overloaded):
+    """The balancer itself has no room for a connection, to whomever: another attempt would only take more."""
+
+    retryable_codes = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +111,8 @@ class Workers:
         worker: str = "a worker",
     ) -> AsyncIterator[Incoming]:
         """GET, or POST if there is a body; the head of the answer is here on entry. Leaving closes the connection
-        unless the answer was read to its end. Raises WorkerRefused, WorkerUnreached, WorkerCut, which name ``worker``.
+        unless the answer was read to its end. Raises NoRoomHere; WorkerRefused, WorkerUnreached, WorkerCut, which name
+        ``worker``.
         """
         request = self._http.build_request("GET" if body is None else "POST", url, content=body, headers=headers)
         with _translated(worker):
@@ -117,12 +124,13 @@ class Workers:
             response.stream = httpx.ByteStream(b"")  # the one it had knows it: neither would go before the collector comes
 
     async def fetch(self, url: str, *, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> Reply:
-        """The whole answer to a GET, or to a POST if there is a body. Raises WorkerUnavailable."""
+        """The whole answer to a GET, or to a POST if there is a body. Raises WorkerUnavailable, NoRoomHere."""
         async with self.open(url, body=body, headers=headers) as incoming:
             return await incoming.whole()
 
     async def ask_ready(self, url: str) -> Mapping[str, Any]:
-        """What ``/ready`` says, with whatever status. Raises WorkerUnavailable, BadWorkerAnswer, TimeoutError."""
+        """What ``/ready`` says, with whatever status. Raises WorkerUnavailable, NoRoomHere, BadWorkerAnswer,
+        TimeoutError."""
         reply = await self._clock.within(READY_TIMEOUT_S, self.fetch(f"{url}/ready"))
         return reply.json_object()
 
@@ -146,6 +154,8 @@ def parse_object(data: bytes) -> dict[str, Any]:
 def _translated(worker: str) -> Iterator[None]:
     try:
         yield
+    except NoRoom as error:
+        raise NoRoomHere("the balancer has no room for another connection") from error
     except httpx.ConnectError as error:
         raise WorkerRefused(f"connection to {worker} refused") from error
     except httpx.ConnectTimeout as error:

@@ -46,19 +46,25 @@ class ClosingTransport(asyncio.Transport):
     # -- as the socket does it -------------------------------------------------------------------------------------
 
     def write(self, data: Any) -> None:
+        """Send it."""
         self._socket.write(data)
 
     def is_closing(self) -> bool:
+        """Whether nothing more is read."""
         return self._socket.is_closing()
 
     def pause_reading(self) -> None:
+        """Let who sends wait."""
         self._socket.pause_reading()
 
     def resume_reading(self) -> None:
+        """Let them no longer."""
         self._socket.resume_reading()
 
     def get_write_buffer_size(self) -> int:
+        """Bytes that have not gone."""
         return self._socket.get_write_buffer_size()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """Of the socket."""
         return self._socket.get_extra_info(name, default)

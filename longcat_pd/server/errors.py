@@ -161,13 +161,13 @@ class ErrorBoundary:
 
 async def route_not_found(request: Request, _: Exception) -> Response:
     """Raised as one of ours, for the boundary: no such path."""
-    raise NotFound(f"no route {request.url.path}")
+    raise NotFound(f"no route {request.scope['path']}")
 
 
 async def method_not_allowed(request: Request, error: Exception) -> Response:
     """405 with the methods that the path has, which the router put into its own exception."""
     allow: str = (vars(error).get("headers") or {}).get("Allow", "")
-    refused = NotAccepted(f"{request.method} is not allowed on {request.url.path}")
+    refused = NotAccepted(f"{request.method} is not allowed on {request.scope['path']}")
     state = request.scope["state"]
     response = error_response(refused, state["request_id"], is_worker=state["is_worker"])
     response.headers["Allow"] = ", ".join(sorted(allow.split(", ")))

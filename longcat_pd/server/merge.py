@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 from longcat_pd.errors import DeadlineExceeded, LongcatError
 from longcat_pd.server.gate import Cut
@@ -35,59 +35,79 @@ async def merged(
         on_leaving: told of the end, whatever it is, before what is still open is closed; and of the error of a cut that
             was not read.
     """
-    queue: asyncio.Queue[T | asyncio.Task[None] | LongcatError] = asyncio.Queue()
+    coming: _Coming[T] = _Coming(on_cut)
 
     async def pump(source: AsyncGenerator[T, None]) -> None:
         async with aclosing(source):
             async for item in source:
-                queue.put_nowait(item)
-
-    unread: list[LongcatError] = []
-
-    def cut(error: LongcatError) -> None:
-        if not unread:
-            unread.append(error)
-            _empty(queue)
-            queue.put_nowait(error)
-            on_cut()
-
-    def expire() -> None:
-        cut(DeadlineExceeded("the time limit of the request is over"))
+                coming.put(item)
 
     def start(source: AsyncGenerator[T, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(pump(source))
-        task.add_done_callback(queue.put_nowait)
+        task.add_done_callback(coming.put)
         return task
 
     tasks = [start(source) for source in sources]
-    timer = asyncio.get_running_loop().call_later(max(time_left_s, 0.0), expire)
+    timer = asyncio.get_running_loop().call_later(max(time_left_s, 0.0), coming.expire)
     num_running = len(tasks)
-    cuts.append(cut)
+    cuts.append(coming.cut)
     item: T | asyncio.Task[None] | LongcatError | None = None
     try:
         while num_running:
-            item = await queue.get()
+            item = await coming.get()
             if isinstance(item, asyncio.Task):
                 item.result()
                 num_running -= 1
             elif isinstance(item, LongcatError):
-                unread.clear()
+                coming.unread = None
                 raise item
             else:
                 yield item
     finally:
-        on_leaving(unread[0] if unread else None)
+        on_leaving(coming.unread)
         timer.cancel()
         await _end(tasks)
         # exceptions hold the frames that they went through: what knows them here would never be freed by itself
         item = None
         tasks.clear()
-        _empty(queue)
+        coming.clear()
 
 
-def _empty(queue: asyncio.Queue[Any]) -> None:
-    while not queue.empty():
-        queue.get_nowait()
+class _Coming(Generic[T]):
+    """What has come and was not read: items, sources that are at their end, and a cut, which drops what is in front of it.
+
+    ``unread``: the error of the cut, until it is read.
+    """
+
+    def __init__(self, on_cut: Callable[[], None]) -> None:
+        self.unread: LongcatError | None = None
+        self._on_cut = on_cut
+        self._queue: asyncio.Queue[T | asyncio.Task[None] | LongcatError] = asyncio.Queue()
+
+    def put(self, item: T | asyncio.Task[None]) -> None:
+        """The next to be read, when it is its turn."""
+        self._queue.put_nowait(item)
+
+    def cut(self, error: LongcatError) -> None:
+        """The next to be read."""
+        if self.unread is None:
+            self.clear()
+            self.unread = error
+            self._queue.put_nowait(error)
+            self._on_cut()
+
+    def expire(self) -> None:
+        """The time is over."""
+        self.cut(DeadlineExceeded("the time limit of the request is over"))
+
+    async def get(self) -> T | asyncio.Task[None] | LongcatError:
+        """The next, once there is one."""
+        return await self._queue.get()
+
+    def clear(self) -> None:
+        """Drop all."""
+        while not self._queue.empty():
+            self._queue.get_nowait()
 
 
 async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -537,3 +537,14 @@ def test_a_fresh_interpreter_holds_no_torch_and_little_memory() -> None:
     heavy, _, mib = done.stdout.rpartition(" ")
     assert heavy == "[]"
     assert int(mib) < 90
+
+
+@pytest.mark.parametrize("host", ["h", "x?y", "[", "x/v1/completions?", "x#", ""])
+@pytest.mark.parametrize("query", ["", "?\xff", "?a=[", "?//"])
+async def test_neither_host_nor_query_hide_the_path(host: str, query: str) -> None:
+    rig = await Rig.make()
+    answers(rig, "/tokenize", p0=raw(200, b'{"tokens":[]}'))
+    for path, body in ((CHAT, BODY), ("/tokenize", {"prompt": "hi"})):
+        assert (await rig.post(body, path + query, host=host).end()).status == 200
+    assert "no route /nothing" in (await rig.post(BODY, "/nothing" + query, host=host).end()).error["message"]
+    assert f"is not allowed on {CHAT}" in (await rig.get(CHAT + query, host=host)).error["message"]

@@ -65,7 +65,9 @@ async def source(held: Held, *, fails: bool) -> AsyncGenerator[int, None]:
 async def test_sources_that_are_merged(ending: str) -> None:
     async def read() -> None:
         limit_s = 0.0 if ending == "late" else 60.0
-        async with aclosing(merged(sources, time_left_s=limit_s, cuts=[], on_cut=lambda: None, on_leaving=lambda _: None)) as items:
+        async with aclosing(
+            merged(sources, time_left_s=limit_s, cuts=[], on_cut=lambda: None, on_leaving=lambda _: None)
+        ) as items:
             async for _ in items:
                 if ending == "left":
                     return

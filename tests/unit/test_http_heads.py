@@ -1,4 +1,4 @@
-"""Connections whose head does not end: in bytes, in time, and behind a body; whose requests come too early; that are not read."""
+"""Connections whose head does not end: in bytes, in time, and behind a body; whose requests come too early; unread ones."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def server() -> AsyncIterator[uvicorn.Server]:
     server = uvicorn.Server(config)
     listener = listen("127.0.0.1", 0)
     serving = asyncio.ensure_future(server._serve([listener]))
-    while not server.started:
+    while not server.started:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     yield server
     server.should_exit = True
@@ -230,7 +230,7 @@ async def test_a_closed_connection_whose_client_does_not_read(
         if leaves:
             client.shutdown(socket.SHUT_WR)
         async with asyncio.timeout(10.0):
-            while server.server_state.connections:
+            while server.server_state.connections:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 
 

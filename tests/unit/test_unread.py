@@ -57,7 +57,7 @@ class Unread:
     async def _receive(self) -> Any:
         if self._body:
             return self._body.pop()
-        await asyncio.Event().wait()
+        return await asyncio.Event().wait()
 
     async def _send(self, message: Any) -> None:
         if len(self.messages) + 1 >= self._stops_at:
