@@ -17,7 +17,7 @@ HEAD_BYTES = 64 << 10  # and what comes with one read; also of what stands behin
 HEAD_S = 30.0
 
 
-class BoundedHeads(CopiedReads, HttpToolsProtocol):  # type: ignore[misc]
+class BoundedHeads(CopiedReads, HttpToolsProtocol):
     """One connection. A head that is too long is answered with 400; one that does not come has its connection closed.
 
     A request that comes before the answer to the one in front has gone (pipelining) is not answered: the connection is

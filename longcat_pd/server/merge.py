@@ -37,14 +37,9 @@ async def merged(
     """
     coming: _Coming[T] = _Coming(on_cut)
 
-    async def pump(source: AsyncGenerator[T, None]) -> None:
-        async with aclosing(source):
-            async for item in source:
-                coming.put(item)
-
     def start(source: AsyncGenerator[T, None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(pump(source))
-        task.add_done_callback(coming.put)
+        task = asyncio.ensure_future(coming.take(source))
+        task.add_done_callback(coming.end)
         return task
 
     tasks = [start(source) for source in sources]
@@ -84,12 +79,18 @@ class _Coming(Generic[T]):
         self._on_cut = on_cut
         self._queue: asyncio.Queue[T | asyncio.Task[None] | LongcatError] = asyncio.Queue()
 
-    def put(self, item: T | asyncio.Task[None]) -> None:
-        """The next to be read, when it is its turn."""
-        self._queue.put_nowait(item)
+    async def take(self, source: AsyncGenerator[T, None]) -> None:
+        """All that comes of a source, which is closed."""
+        async with aclosing(source):
+            async for item in source:
+                self._queue.put_nowait(item)
+
+    def end(self, task: asyncio.Task[None]) -> None:
+        """A source is at its end."""
+        self._queue.put_nowait(task)
 
     def cut(self, error: LongcatError) -> None:
-        """The next to be read."""
+        """The next to be read is this."""
         if self.unread is None:
             self.clear()
             self.unread = error
