@@ -50,6 +50,10 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
         size, more = size + len(message.get("body", b"")), message.get("more_body", False)
     if scope["path"] == "/slow":
         await scope["state"]["slow"](receive)
+    if scope["path"] == "/large":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(32 << 20)})
+        return
     if scope["path"] == "/endless":
         await send({"type": "http.response.start", "status": 200, "headers": []})
         with suppress(TimeoutError):
@@ -232,6 +236,23 @@ async def test_a_closed_connection_whose_client_does_not_read(
         async with asyncio.timeout(10.0):
             while server.server_state.connections:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
+
+
+async def test_a_request_before_the_answer_to_the_one_in_front_is_read(
+    server: uvicorn.Server, port: int, slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(closing, "UNREAD_S", 0.3)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", port))
+        client.send(b"GET /large HTTP/1.1\r\nhost: h\r\n\r\n")
+        await asyncio.sleep(0.3)
+        assert server.server_state.connections
+        client.send(SLOW)
+        async with asyncio.timeout(10.0):
+            while server.server_state.connections:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    assert slow.count == 0
 
 
 class Stub(asyncio.Transport):
