@@ -224,18 +224,13 @@ def _check_pools(config: ClusterConfig, found: Findings) -> None:
 
 
 def _check_instances(config: ClusterConfig, found: Findings) -> None:
-    seen: dict[str, str] = {}
     for role, pool in pools(config):
         for place, instance in enumerate(pool.instances):
-            path = f"{role}.instances[{place}]"
-            key = f"{path}.name"
+            key = f"{role}.instances[{place}].name"
             if not _NAME.fullmatch(instance.name):
                 found.cross(
                     [key], f"{key}={instance.name}: letters, digits, '_', '.' and '-' only, a letter or digit first"
                 )
-            elif instance.name in seen:
-                found.cross([key], f"{key}={instance.name}: already the name of {seen[instance.name]}")
-            seen.setdefault(instance.name, path)
         check_nodes(role, pool, found=found)
 
 

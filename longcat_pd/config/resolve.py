@@ -31,6 +31,7 @@ from longcat_pd.config.schema import (
     PoolConfig,
     Role,
 )
+from longcat_pd.config.services import check_service_names
 from longcat_pd.errors import ConfigError
 
 _COMPILE_CACHE = Path("~/.cache/longcat_pd/compiled")
@@ -164,7 +165,7 @@ def _digest(spec: InstanceSpec) -> str:
 def complete(config: ClusterConfig, found: Findings) -> ClusterConfig:
     """A configuration that was not read here, checked and resolved like one that was. Raises ConfigError."""
     config = _with_node_of_balancer(config)
-    check_shape(config, found)
+    _check(config, found)
     return _resolve(config, found)
 
 
@@ -233,8 +234,13 @@ def _with_overrides(tree: dict[str, Any], overrides: Sequence[str], found: Findi
 
 def _records(tree: dict[str, Any], found: Findings) -> ClusterConfig:
     config = _with_node_of_balancer(Reader(found, RANGES).record(ClusterConfig, tree))
-    check_shape(config, found)
+    _check(config, found)
     return config
+
+
+def _check(config: ClusterConfig, found: Findings) -> None:
+    check_shape(config, found)
+    check_service_names(config, found)
 
 
 def _resolve(config: ClusterConfig, found: Findings) -> ClusterConfig:

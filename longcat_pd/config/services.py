@@ -12,6 +12,7 @@ from typing import Literal
 
 from longcat_pd.config.checks import PortUse, pools, port_uses
 from longcat_pd.config.node_checks import environment
+from longcat_pd.config.reader import Findings
 from longcat_pd.config.schema import ClusterConfig, InstanceConfig, PoolConfig, Role, http_url
 
 BALANCER = "balancer"
@@ -59,6 +60,20 @@ def services(config: ClusterConfig) -> Iterator[Service]:
         key="load_balancer",
         env=environment(config, None, None),
     )
+
+
+def check_service_names(config: ClusterConfig, found: Findings) -> None:
+    """Each service is known by its name, as the one that is ended or whose log is read."""
+    taken = {service.name: service.key for service in services(config) if service.kind == BALANCER}
+    for role, pool in pools(config):
+        for place, instance in enumerate(pool.instances):
+            key = f"{role}.instances[{place}]"
+            for service in _of_instance(config, role, pool, instance=instance, key=key):
+                other = taken.setdefault(service.name, key)
+                if other != key:
+                    what = "" if service.name == instance.name else f"{service.name}, its ranks on a further node, is "
+                    found.cross([f"{key}.name"], f"{key}.name={instance.name}: {what}already the name of {other}")
+                    break
 
 
 def balancer_url(config: ClusterConfig) -> str:

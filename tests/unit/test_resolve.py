@@ -216,6 +216,7 @@ def test_all_findings_come_at_once_each_with_its_key(cluster: Path) -> None:
         ),
         (["devices_per_node=3"], "prefill.parallel: pp_size 2 x cp_size 2 = 4, but prefill.instances[0] has 1 nodes"),
         (["decode.instances.1.name=p0"], "decode.instances[1].name=p0: already the name of prefill.instances[0]"),
+        (["decode.instances.0.name=balancer"], "decode.instances[0].name=balancer: already the name of load_balancer"),
         (["decode.instances.1.name=d 1"], "decode.instances[1].name=d 1: letters, digits"),
         (
             ["decode.instances.1.http_port=31005"],

@@ -152,6 +152,11 @@ def test_ports_of_the_balancer_count_on_its_node(cluster: Path) -> None:
             f"prefill.instances.0.nodes=[{P0}, {P1}, 10.0.0.3]",
             "3 nodes cannot share the 2 ranks of prefill.parallel evenly",
         ),
+        (
+            "prefill.instances.0.name=d0.1",
+            "decode.instances[0].name=d0: d0.1, its ranks on a further node, is already the name of prefill.instances[0]",
+        ),
+        ("prefill.instances.0.name=d0", "decode.instances[0].name=d0: already the name of prefill.instances[0]"),
         ("hosts.path=srv/longcat", "hosts.path=srv/longcat: must be an absolute path"),
         ("hosts.path=/", "hosts.path=/: must be an absolute path"),
         ("hosts.path=/srv/../etc", "must be an absolute path"),
