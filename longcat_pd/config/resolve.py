@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -208,10 +209,20 @@ def anchor_paths(tree: dict[str, Any], keys: Sequence[tuple[str, ...]], folder: 
             here = here.get(section) if isinstance(here, dict) else None
         if isinstance(here, dict) and isinstance(here.get(key), str) and here[key]:
             try:
-                here[key] = str((folder / Path(here[key]).expanduser()).resolve())
+                here[key] = _absolute(folder / Path(here[key]).expanduser())
             except (ValueError, RuntimeError) as error:  # a null character, or the home of nobody
                 name = ".".join((*sections, key))
                 raise ConfigError(f"{name}={here[key]!r}: is no path: {error}", param=name) from error
+
+
+def _absolute(path: Path) -> str:
+    """Without "..". Links are kept, which lead elsewhere on another machine, but for those that a ".." stands behind."""
+    if "\0" in str(path):
+        raise ValueError("it holds a null character")
+    if ".." in path.parts:
+        after = len(path.parts) - path.parts[::-1].index("..")
+        path = Path(*path.parts[:after]).resolve().joinpath(*path.parts[after:])
+    return os.path.abspath(path)
 
 
 def _read(path: str | Path, overrides: Sequence[str]) -> tuple[ClusterConfig, Findings]:

@@ -161,6 +161,28 @@ def test_relative_paths_start_at_the_file_and_those_of_overrides_at_the_folder(
     assert config.load_balancer.api_key_file == str(tmp_path / "weights" / "keys")
 
 
+def test_a_link_is_kept_for_it_may_be_none_on_another_machine(cluster: Path, tmp_path: Path) -> None:
+    def told(file: Path, *overrides: str) -> tuple[str, str, str]:
+        config = load(file, overrides)
+        return config.model.path, config.model.served_name, instance_spec(config, "d0").config_digest
+
+    model = tmp_path / "weights" / "longcat-tiny"
+    with_folder = told(cluster)
+    model.rename(tmp_path / "release-7")
+    model.symlink_to(tmp_path / "release-7")
+    assert told(cluster) == with_folder == told(cluster, f"model.path={model}")
+    assert with_folder[:2] == (str(model), "longcat-tiny")
+
+
+def test_parents_of_a_link_are_those_of_what_it_leads_to(cluster: Path, tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "files").mkdir()
+    (tmp_path / "far" / "weights").symlink_to(tmp_path / "weights")
+    (tmp_path / "far" / "files" / "cluster.yaml").write_text(CLUSTER.replace("weights/", "../weights/./"))
+    (tmp_path / "near").symlink_to(tmp_path / "far" / "files")
+    assert load(tmp_path / "near" / "cluster.yaml").model.path == str(tmp_path / "far" / "weights" / "longcat-tiny")
+
+
 def test_all_findings_come_at_once_each_with_its_key(cluster: Path) -> None:
     lines = refusal(
         cluster,
