@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,10 @@ from longcat_pd.errors import ConfigError
 
 _COMPILE_CACHE = Path("~/.cache/longcat_pd/compiled")
 CPU_CACHE_BYTES = 1 << 28  # cache of one CPU rank unless num_blocks says otherwise: ranks share the machine
+
+# Of JSON: strings, numbers with a point, and as ``power`` those without one that have an exponent: strings to YAML.
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d+\.\d+(?:e[-+]\d+)?|(?P<power>-?\d+e[-+]\d+)')
+_UNREADABLE = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")  # to YAML, unless spelt out
 
 _PATH_KEYS = (
     ("model", "path"),
@@ -78,12 +83,14 @@ def unresolved(path: str | Path, overrides: Sequence[str] = ()) -> ClusterConfig
 def as_json(path: str | Path, overrides: Sequence[str] = ()) -> str:
     """The same configuration as a file of its own, to be read on another machine: overrides laid over, paths absolute.
 
-    JSON, which is YAML too. Raises ConfigError.
+    JSON, and spelt so that it is YAML too. Raises ConfigError.
     """
     found = Findings()
     tree = _tree(path, overrides, found)
     found.raise_if_any()
-    return json.dumps(tree, indent=1, ensure_ascii=False)
+    text = json.dumps(tree, indent=1, ensure_ascii=False, default=str, skipkeys=True)
+    text = _TOKEN.sub(lambda found: found[0].replace("e", ".0e") if found["power"] else found[0], text)
+    return _UNREADABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def standalone(model_path: str, overrides: Sequence[str], *, host: str, port: int) -> InstanceSpec:

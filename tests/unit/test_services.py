@@ -191,6 +191,23 @@ def test_machines_that_others_reach_need_the_key_of_the_cluster(cluster: Path) -
     load(cluster, [*here])
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "tracing={endpoint: 'http://c:4318', sample: 0.00001}",
+        "tracing={endpoint: 'http://c:4318', sample: 0.000015}",
+        "transfer.timeout_s=10000000000000000.0",
+        "transfer.timeout_s=1234567890123456789",
+        r"""env={A: '1e-05', B: 'x, 1e-05', C: '\" 1e-05', D: "\x7f\u2028\ufeff\x01", E: '你好 😀'}""",
+    ],
+)
+def test_numbers_and_texts_are_the_same_on_another_machine(cluster: Path, tmp_path: Path, setting: str) -> None:
+    text = as_json(cluster, [setting])
+    json.loads(text)
+    (tmp_path / "sent.yaml").write_text(text)
+    assert unresolved(tmp_path / "sent.yaml") == unresolved(cluster, [setting])
+
+
 def test_another_machine_reads_the_same(cluster: Path, tmp_path: Path) -> None:
     overrides = ["load_balancer.port=9000", "decode.engine.max_num_seqs=4"]
     elsewhere = tmp_path / "elsewhere" / "cluster.yaml"
