@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,13 @@ def unresolved(path: str | Path, overrides: Sequence[str] = ()) -> ClusterConfig
     config, found = _read(path, overrides)
     found.raise_if_any()
     return config
+
+
+def check_tree(tree: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what ``unresolved`` would refuse in a file that holds this mapping."""
+    found = Findings()
+    _records(tree, found)
+    found.raise_if_any()
 
 
 def as_json(path: str | Path, overrides: Sequence[str] = ()) -> str:
@@ -250,7 +257,7 @@ def _with_overrides(tree: dict[str, Any], overrides: Sequence[str], found: Findi
     return tree
 
 
-def _records(tree: dict[str, Any], found: Findings) -> ClusterConfig:
+def _records(tree: Mapping[str, Any], found: Findings) -> ClusterConfig:
     config = _with_node_of_balancer(Reader(found, RANGES).record(ClusterConfig, tree))
     _check(config, found)
     return config

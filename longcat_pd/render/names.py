@@ -14,7 +14,7 @@ from typing import Any
 
 from longcat_pd.config.checks import pools
 from longcat_pd.config.reader import Findings
-from longcat_pd.config.resolve import as_json
+from longcat_pd.config.resolve import as_json, check_tree
 from longcat_pd.config.schema import ClusterConfig, InstanceConfig
 from longcat_pd.config.services import BALANCER
 
@@ -83,11 +83,15 @@ def check_names(config: ClusterConfig, names: Names, *, image: str, found: Findi
 
 
 def pod_tree(path: Path, overrides: Sequence[str], *, config: ClusterConfig, names: Names) -> dict[str, Any]:
-    """The cluster YAML as pods read it: overrides laid over, every address that of a pod, all else as it is."""
+    """The cluster YAML as pods read it: overrides laid over, every address that of a pod, all else as it is.
+
+    Raises ConfigError for what pods would refuse because of their addresses.
+    """
     tree: dict[str, Any] = json.loads(as_json(path, overrides))
     for role, pool in pools(config):
         for given, instance in zip(tree[role]["instances"], pool.instances, strict=True):
             given["nodes"] = names.addresses(instance)
     host = "::" if ":" in config.load_balancer.host else "0.0.0.0"
     tree["load_balancer"] = {**(tree.get("load_balancer") or {}), "host": host, "node": names.balancer_address}
+    check_tree(tree)
     return tree

@@ -130,7 +130,7 @@ def test_the_schemas_accept_all(cluster: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("file", CLUSTER_FILES, ids=lambda file: file.stem)
 def test_the_schemas_accept_the_cluster_files_that_come_along(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    objects = rendered(file, capsys, overrides=("model.path=/weights/far",))
+    objects = rendered(file, capsys, overrides=("model.path=/weights/far", "cluster_key_file=/keys/cluster"))
     assert [text for item in objects for text in complaints(item)] == []
 
 
@@ -460,6 +460,14 @@ def test_what_is_refused(
     assert main(["k8s", str(cluster), *image, *arguments, *settings]) == 2
     shown = capsys.readouterr()
     assert text in shown.err and not shown.out
+
+
+def test_what_pods_would_refuse_at_their_own_addresses_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    (file,) = (file for file in CLUSTER_FILES if file.stem == "local-cpu")
+    assert main(["k8s", str(file), "--image", IMAGE, "--set", "faults=true"]) == 2
+    shown = capsys.readouterr()
+    wrong = [line.split(":")[1].strip() for line in shown.err.splitlines() if line.startswith("error:")]
+    assert wrong == ["cluster_key_file", "cluster_key_file", "faults=true"] and not shown.out
 
 
 def test_all_findings_come_at_once(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:

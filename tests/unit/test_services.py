@@ -208,6 +208,10 @@ def test_numbers_and_texts_are_the_same_on_another_machine(cluster: Path, tmp_pa
     assert unresolved(tmp_path / "sent.yaml") == unresolved(cluster, [setting])
 
 
+def test_what_is_no_json_is_left_to_whoever_reads_it(cluster: Path) -> None:
+    assert json.loads(as_json(cluster, ["env={A: 2026-01-01}"]))["env"] == {"A": "2026-01-01"}
+
+
 def test_another_machine_reads_the_same(cluster: Path, tmp_path: Path) -> None:
     overrides = ["load_balancer.port=9000", "decode.engine.max_num_seqs=4"]
     elsewhere = tmp_path / "elsewhere" / "cluster.yaml"
