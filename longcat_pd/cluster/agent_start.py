@@ -113,10 +113,12 @@ def _is_kept(state: State, children: Children, *, orders: Orders, say: Say) -> b
                 say(Event(ready=name))
             starts.look()
             wait_for_news(running, fd=orders.fd, timeout_s=LOOK_S)
-            for process in [process for process in running if not process.is_alive]:
-                running.remove(process)
-                starts.forget(process.name)
-                say(Event(ended=_ended(process, children)))
+            for process, status in [(each, children.exit_status(each)) for each in running]:
+                if status is not None:  # all of its threads have ended too
+                    running.remove(process)
+                    starts.forget(process.name)
+                    lines = tuple(last_lines(process.log, LAST_LINES))
+                    say(Event(ended=Ended(service=process.name, status=status, log=process.log, lines=lines)))
             if (order := orders.next(0.0)) is not None:
                 return order.verb == "keep"
     except Gone:
@@ -157,10 +159,3 @@ class _Starts:
 def _answer(balancer: Process) -> Answer:
     status, answer = ask(balancer.ready_url)
     return Answer(is_ready=status == http.client.OK, reasons=tuple(reasons(answer)))
-
-
-def _ended(process: Process, children: Children) -> Ended:
-    status = children.exit_status(process)
-    assert status is not None, "a process that is not alive can be waited for"
-    lines = tuple(last_lines(process.log, LAST_LINES))
-    return Ended(service=process.name, status=status, log=process.log, lines=lines)

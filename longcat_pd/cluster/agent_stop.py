@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from longcat_pd.cluster.jobs import GROUPS, Event, Found, Group, Job, Order, Orders, Stopped, named
-from longcat_pd.cluster.processes import Process, kill_sessions, send, wait_for_end, wait_for_news
+from longcat_pd.cluster.processes import Process, StillAlive, kill_sessions, send, wait_for_end, wait_for_news
 from longcat_pd.cluster.record import RunFolder, State
 from longcat_pd.config.services import BALANCER
 from longcat_pd.sizing.preflight import port_findings
@@ -60,9 +60,12 @@ def end_all(folder: RunFolder, state: State, *, within_s: float) -> Stopped:
 
 
 def finish(folder: RunFolder, state: State) -> Stopped:
-    """Kill what is left, test the ports, and forget it."""
+    """Kill what is left, test the ports, and forget it; what does not end even so stays recorded."""
     late = tuple(process.name for process in state.alive)
-    killed = kill_sessions(state.processes, grace_s=0.0 if late else HELPERS_END_S)
+    try:
+        killed = kill_sessions(state.processes, grace_s=0.0 if late else HELPERS_END_S)
+    except StillAlive as error:
+        return Stopped(num_killed=len(error.killed), late=late, findings=(), left=error.left)
     findings = tuple(port_findings(state.ports))
     folder.drop(state.processes)
     return Stopped(num_killed=len(killed), late=late, findings=findings)

@@ -127,11 +127,15 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped:
-    """Last answer of what ended services: how many processes had to be killed, which services, which ports are taken."""
+    """Last answer of what ended services: how many processes had to be killed, which services, which ports are taken.
+
+    ``left``: ids of processes that were killed and have not ended; then the services stay recorded.
+    """
 
     num_killed: int
     late: tuple[str, ...]
     findings: tuple[str, ...]
+    left: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from longcat_pd.errors import ConfigError
+
+
+KILL_S = 20.0  # until a process that was killed has ended: one that waits for a device or a disk may not
+
+
+class StillAlive(ConfigError):
+    """Processes that were killed and have not ended. ``killed``: the ids of all that were killed; ``left``: of these."""
+
+    def __init__(self, killed: Sequence[int], left: Sequence[int]) -> None:
+        super().__init__(f"{KILL_S:g} s after they were killed these processes have not ended: {', '.join(map(str, left))}")
+        self.killed = tuple(killed)
+        self.left = tuple(left)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
@@ -135,14 +149,20 @@ def send(process: Process, number: signal.Signals) -> None:
 
 
 def kill_sessions(processes: Sequence[Process], *, grace_s: float = 0.0) -> list[int]:
-    """Kill what is left, after ``grace_s``, of the sessions that these processes lead or led. Returns the ids."""
+    """Kill what is left, after ``grace_s``, of the sessions that these processes lead or led. Returns the ids.
+
+    Raises StillAlive where something has not ended ``KILL_S`` later.
+    """
     wait_for_end(list(_members(processes)), timeout_s=grace_s, all_of_them=True)
     killed: list[int] = []
+    deadline = time.monotonic() + KILL_S
     while members := list(_members(processes)):
         for member in members:
             send(member, signal.SIGKILL)
         killed += [member.pid for member in members if member.pid not in killed]
-        wait_for_end(members, timeout_s=5.0, all_of_them=True)
+        if time.monotonic() >= deadline:
+            raise StillAlive(killed, [member.pid for member in members])
+        wait_for_end(members, timeout_s=min(deadline - time.monotonic(), 5.0), all_of_them=True)
     wait_for_end(processes, timeout_s=5.0, all_of_them=True)
     return killed
 
@@ -180,9 +200,10 @@ def _look_at(process: Process) -> _Look | None:
 
 
 def _look(pid: int) -> _Look | None:
+    """None also for processes of others, where /proc hides them."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     fields = text[text.rindex(")") + 2 :].split()
     return _Look(pid=pid, state=fields[0], session=int(fields[3]), started=int(fields[19]))

@@ -202,7 +202,8 @@ def _clean(cluster: Cluster, sessions: Sessions) -> None:
     answers = {session.machine: answer for session, answer in stopped.items()}
     stop.report(cluster, answers, is_all=not left)
     if not left:
-        cluster.forget()
+        if not any(answer.left for answer in answers.values()):
+            cluster.forget()
         return
     try:
         stop.stop(cluster, left, timeout_s=0.0)

@@ -69,10 +69,11 @@ def stop(cluster: Cluster, machines: Sequence[Machine], *, timeout_s: float | No
     for session in lost:
         complain(f"error: {session.machine.name}: not stopped: {session.problem or 'its agent has ended'}")
     is_clean = report(cluster, {s.machine: answer for s, answer in stopped.items()}, is_all=not lost)
-    if not lost:
+    has_left = any(answer.left for answer in stopped.values())
+    if not lost and not has_left:
         cluster.forget()
-    has_ports = any(answer.findings for answer in stopped.values())
-    return Outcome(status=EXIT_OK if is_clean and not lost else EXIT_FAILED, is_clear=not lost and not has_ports)
+    is_clear = not lost and not has_left and not any(answer.findings for answer in stopped.values())
+    return Outcome(status=EXIT_OK if is_clean and not lost else EXIT_FAILED, is_clear=is_clear)
 
 
 def report(cluster: Cluster, stopped: Mapping[Machine, Stopped], *, is_all: bool) -> bool:
@@ -83,15 +84,21 @@ def report(cluster: Cluster, stopped: Mapping[Machine, Stopped], *, is_all: bool
             where = "" if is_alone else f" on {machine.name}"
             names = ", ".join(answer.late) or "ranks left behind"
             say(f"killed {answer.num_killed} processes{where} that did not end by themselves: {names}")
+    left = [(machine.name, _left(answer.left)) for machine, answer in stopped.items() if answer.left]
     findings = [(machine.name, line) for machine, answer in stopped.items() for line in answer.findings]
-    for line in grouped(findings, is_alone=is_alone):
+    for line in grouped([*left, *findings], is_alone=is_alone):
         complain(f"error: {line}")
-    if is_all:
+    if is_all and not left:
         what = " ".join(("stopped", *(s.name for s in cluster.services if cluster.only and s.kind != "ranks")))
         say(what if not findings else f"{what}, but ports are still taken")
-    elif stopped:
-        say(f"stopped on {', '.join(machine.name for machine in stopped)}")
+    elif gone := [machine.name for machine, answer in stopped.items() if not answer.left]:
+        say(f"stopped on {', '.join(gone)}")
     return not findings and not any(answer.num_killed for answer in stopped.values())
+
+
+def _left(pids: Sequence[int]) -> str:
+    text = "were killed and have not ended: they may wait for a device or a disk; stop again, or restart the machine"
+    return f"processes {', '.join(map(str, pids))} {text}"
 
 
 def _nothing_runs(cluster: Cluster, found: Mapping[Session, Found]) -> Outcome:
