@@ -24,6 +24,7 @@ APART_S = 1.0  # clocks that are further apart are told of
 LINES = 20
 
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_LONGEST_AGO_S = 1e9  # thirty years, before every log: a machine that counts back further leaves the calendar
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -79,12 +80,12 @@ def _since(text: str | None) -> tuple[str, float | None]:
     if text is None:
         return "", None
     if ago := _AGO.fullmatch(text):
-        return "", float(ago[1]) * _UNITS[ago[2]]
+        return "", min(float(ago[1]) * _UNITS[ago[2]], _LONGEST_AGO_S)
     try:
-        time_given = datetime.fromisoformat(text)
-    except ValueError:
+        time_given = datetime.fromisoformat(re.sub("[zZ]$", "+00:00", text))  # Python 3.10 knows no Z
+        return as_written(time_given if time_given.tzinfo is not None else time_given.replace(tzinfo=timezone.utc)), None
+    except (ValueError, OverflowError):  # the latter: before the year 1 in UTC, or after 9999
         raise ConfigError(f"--since {text}: neither a time as 2026-01-31T10:00:00Z nor 90s, 15m, 2h, 1d") from None
-    return as_written(time_given if time_given.tzinfo is not None else time_given.replace(tzinfo=timezone.utc)), None
 
 
 class _Teller:

@@ -16,7 +16,7 @@ from longcat_pd.cluster import stop
 from longcat_pd.cluster.jobs import Answer, Ended, Order
 from longcat_pd.cluster.machines import Cluster, cluster_of, running_cluster_of
 from longcat_pd.cluster.sessions import Session, Sessions
-from longcat_pd.cluster.telling import EXIT_FAILED, EXIT_OK, complain, grouped, refuse_if_any, say
+from longcat_pd.cluster.telling import EXIT_FAILED, EXIT_OK, complain, grouped, refuse_if_any, say, seconds
 from longcat_pd.config.node_checks import is_loopback
 from longcat_pd.config.services import BALANCER, balancer_url, start_limit_s
 from longcat_pd.errors import ConfigError
@@ -41,7 +41,7 @@ class StartFailed(Exception):
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """What start takes."""
-    parser.add_argument("--timeout-s", type=float, help="how long to wait at most until all is ready")
+    parser.add_argument("--timeout-s", type=seconds, help="how long to wait at most until all is ready")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -85,8 +85,9 @@ def _tell(cluster: Cluster) -> None:
 
 
 def _refuse_what_runs_elsewhere(before: Cluster, cluster: Cluster) -> None:
-    """What was started under this name on machines that the configuration does not name any more."""
-    left = [machine for machine in before.machines if machine.name not in {other.name for other in cluster.machines}]
+    """What was started under this name on machines, or in folders of them, that the configuration does not name now."""
+    folders = {machine.name: cluster.job(machine).folder for machine in cluster.machines}
+    left = [machine for machine in before.machines if folders.get(machine.name) != before.job(machine).folder]
     if not left:
         return
     with Sessions([(machine, before.agent("status"), before.job(machine)) for machine in left]) as sessions:

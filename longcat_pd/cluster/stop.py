@@ -23,6 +23,7 @@ from longcat_pd.cluster.telling import (
     not_running,
     refuse_if_any,
     say,
+    seconds,
 )
 
 ANSWER_S = 60.0  # for a machine to say what runs there, once it is connected
@@ -40,7 +41,7 @@ class Outcome:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """What stop takes."""
-    parser.add_argument("--timeout-s", type=float, help="how long services may take to end by themselves")
+    parser.add_argument("--timeout-s", type=seconds, help="how long services may take to end by themselves")
     parser.add_argument("--instance", metavar="NAME", help="this instance alone, on all of its machines, or balancer")
 
 
@@ -53,8 +54,8 @@ def main(options: argparse.Namespace) -> int:
 def stop(cluster: Cluster, machines: Sequence[Machine], *, timeout_s: float | None) -> Outcome:
     """End what runs on these machines. Raises ConfigError if another start or stop is at work on one of them."""
     with Sessions([(machine, cluster.agent("stop"), cluster.job(machine)) for machine in machines]) as sessions:
-        seconds = cluster.config.hosts.connect_timeout_s + ANSWER_S
-        found = sessions.collect(lambda event: event.found, timeout_s=seconds)
+        answer_s = cluster.config.hosts.connect_timeout_s + ANSWER_S
+        found = sessions.collect(lambda event: event.found, timeout_s=answer_s)
         refusals = [(s.machine.name, s.refusal) for s in sessions.all if s.refusal is not None]
         refuse_if_any(grouped(refusals, is_alone=len(cluster.machines) == 1))
         lost = [session for session in sessions.all if session not in found]
@@ -120,9 +121,9 @@ def _end_groups(sessions: Sessions, running: Mapping[Session, Found], *, within_
     try:
         for group in GROUPS:
             left = max(deadline - time.monotonic(), 0.0)
-            seconds = min(left, RANKS_END_S) if group == "ranks" else left
-            sessions.send(Order(verb="end", group=group, within_s=seconds))
-            _wait_until_settled(sessions, running, group, timeout_s=seconds + ANSWER_S)
+            within_s = min(left, RANKS_END_S) if group == "ranks" else left
+            sessions.send(Order(verb="end", group=group, within_s=within_s))
+            _wait_until_settled(sessions, running, group, timeout_s=within_s + ANSWER_S)
     except KeyboardInterrupt:
         say("interrupted: no more waiting")
 

@@ -1,13 +1,23 @@
-"""What an operator is told, and the exit statuses of the verbs."""
+"""What an operator is told, the exit statuses of the verbs, and what a time may be."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterable
 
 from longcat_pd.errors import ConfigError
 
 EXIT_OK, EXIT_FAILED, EXIT_REFUSED, EXIT_NOT_RUNNING = 0, 1, 2, 3
+_LONGEST_S = 1e6  # eleven days: what waits counts milliseconds in 31 bits
+
+
+def seconds(text: str) -> float:
+    """What ``--timeout-s`` takes, for argparse."""
+    value = float(text)
+    if not 0 <= value <= _LONGEST_S:
+        raise argparse.ArgumentTypeError(f"{text}: must be from 0 to {_LONGEST_S:g} seconds")
+    return value
 
 
 def say(text: str) -> None:

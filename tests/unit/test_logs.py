@@ -362,6 +362,25 @@ def test_what_an_operator_asks_for(arguments, query):
     assert logs._query(options(*arguments)) == query
 
 
+def test_a_time_with_the_zone_that_logs_have_is_read_by_every_python(monkeypatch):
+    class AsOfPython310(datetime):
+        @classmethod
+        def fromisoformat(cls, text: str) -> datetime:
+            if text.endswith(("Z", "z")):
+                raise ValueError(f"Invalid isoformat string: {text!r}")
+            return datetime.fromisoformat(text)
+
+    monkeypatch.setattr(logs, "datetime", AsOfPython310)
+    assert logs._query(options("--since", "2026-01-31T10:00:00Z")).since == "2026-01-31T10:00:00.000Z"
+    assert logs._query(options("--since", "2026-01-31T10:00:00.500Z")).since == "2026-01-31T10:00:00.500Z"
+
+
+@pytest.mark.parametrize("ago", ["9000000d", "9" * 400 + "s"])
+def test_since_ever_is_all_there_is(rig, ago):
+    ago_s = logs._query(options("--since", ago)).ago_s
+    assert rig.texts(ago_s=ago_s) == rig.texts(since="2000-01-01T00:00:00.000Z") != []
+
+
 def test_a_node_that_is_none_of_the_cluster_is_refused_and_no_logs_are_no_success(monkeypatch, capsys):
     machine = SimpleNamespace(name="n1", nodes=("n1", "n2"))
     cluster = SimpleNamespace(
@@ -380,7 +399,7 @@ def test_a_node_that_is_none_of_the_cluster_is_refused_and_no_logs_are_no_succes
     assert capsys.readouterr().out == "c has no logs in /l\n"
 
 
-@pytest.mark.parametrize(("name", "value"), [("--since", "yesterday"), ("--since", "5"), ("--lines", "-1")])
+@pytest.mark.parametrize(("name", "value"), [("--since", "yesterday"), ("--since", "5"), ("--since", "9999-12-31T23:59:59-14:00"), ("--lines", "-1")])
 def test_what_cannot_be_meant_is_refused(name, value):
     with pytest.raises(ConfigError, match=f"{name} {value}: "):
         logs._query(options(f"{name}={value}"))

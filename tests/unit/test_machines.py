@@ -1,0 +1,67 @@
+"""What the operator's machine knows of the machines of a cluster, and asks of them before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from longcat_pd.cluster import __main__ as verbs
+from longcat_pd.cluster import start
+from longcat_pd.cluster.jobs import Row, Seen
+from longcat_pd.cluster.machines import cluster_of, running_cluster_of
+from longcat_pd.config.resolve import as_json
+from longcat_pd.errors import ConfigError
+
+CLUSTER = """
+model: {path: /weights/far}
+prefill: {engine: {num_blocks: 64}, instances: [{name: p0, http_port: 30000}]}
+decode: {engine: {num_blocks: 64}, instances: [{name: d0, http_port: 31000}]}
+"""
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> argparse.Namespace:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(CLUSTER)
+    return argparse.Namespace(config=file, root=tmp_path, overrides=["hosts.path=/srv/old"])
+
+
+def test_what_runs_in_another_folder_of_the_same_machine_is_asked_for(
+    options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster_of(options).memory.write(as_json(options.config, options.overrides))
+    asked: list[str] = []
+
+    def agents(begun: list[tuple[Any, Any, Any]]) -> Any:
+        asked.extend(job.folder for _, _, job in begun)
+        all_of_them = [SimpleNamespace(machine=machine) for machine, _, _ in begun]
+        row = Row(service="d0", pid=7, is_alive=True, is_ready=True, condition="", ready_lines=())
+        answers = {session: Seen(is_recorded=True, rows=(row,)) for session in map(_Hashed, all_of_them)}
+        return contextlib.nullcontext(SimpleNamespace(all=list(answers), collect=lambda *_, **__: answers))
+
+    monkeypatch.setattr(start, "Sessions", agents)
+    start._refuse_what_runs_elsewhere(running_cluster_of(options), cluster_of(options))
+    assert asked == [], "a start asks there itself"
+    options.overrides = ["hosts.path=/srv/new"]
+    with pytest.raises(ConfigError, match=r"cluster is already running: d0 \(pid 7\) on 127.0.0.1; stop it first"):
+        start._refuse_what_runs_elsewhere(running_cluster_of(options), cluster_of(options))
+    assert asked == ["/srv/old/run/cluster"]
+
+
+class _Hashed:
+    def __init__(self, session: SimpleNamespace) -> None:
+        self.machine = session.machine
+
+
+@pytest.mark.parametrize("verb", ["start", "stop", "restart"])
+@pytest.mark.parametrize("timeout", ["inf", "nan", "-1", "1e300", "soon"])
+def test_a_time_that_cannot_be_waited_for_is_refused(verb: str, timeout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        verbs.main([verb, "c.yaml", f"--timeout-s={timeout}"])
+    assert ended.value.code == 2
+    assert f"argument --timeout-s: {'invalid seconds value' if timeout == 'soon' else timeout}" in capsys.readouterr().err
