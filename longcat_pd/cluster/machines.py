@@ -15,7 +15,7 @@ from pathlib import Path
 from longcat_pd.cluster.jobs import Job, LogQuery
 from longcat_pd.cluster.shell import LocalShell, SshShell, is_this_machine
 from longcat_pd.config.checks import pools
-from longcat_pd.config.node_checks import is_loopback
+from longcat_pd.config.node_checks import is_everywhere
 from longcat_pd.config.resolve import as_json, load, unresolved
 from longcat_pd.config.schema import ClusterConfig
 from longcat_pd.config.services import BALANCER, Service, balancer_url, nodes_of, ports_of_node, services
@@ -189,9 +189,9 @@ def _cluster(options: argparse.Namespace, config: ClusterConfig, text: str) -> C
     others = [node for node in nodes if node not in here]
     if others and not config.hosts.path:
         raise ConfigError(f"hosts.path: needed for {', '.join(others)}, which is not this machine", param="hosts.path")
-    loopback = sorted({s.node for s in services(config) if s.kind != BALANCER and is_loopback(s.node)})
-    if others and loopback:
-        text = f"{', '.join(loopback)} is not this machine to {', '.join(others)}; name an address that they reach"
+    everywhere = sorted({s.node for s in services(config) if s.kind != BALANCER and is_everywhere(s.node)})
+    if others and everywhere:
+        text = f"{', '.join(everywhere)} is not this machine to {', '.join(others)}; name an address that they reach"
         raise ConfigError(f"nodes: {text}", param="nodes")
     if others and shutil.which("ssh") is None:
         raise ConfigError(f"ssh is not on PATH, and {', '.join(others)} is not this machine")

@@ -6,6 +6,7 @@ Every rule adds findings and changes nothing. Asks no machine.
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterator
 from itertools import combinations
 
@@ -14,6 +15,7 @@ from longcat_pd.config.schema import ClusterConfig, HostsConfig, InstanceConfig,
 
 _CARDS = "ASCEND_RT_VISIBLE_DEVICES"
 _PORTS_OF_CARDS = "HCCL_IF_BASE_PORT"
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def check_nodes(role: Role, pool: PoolConfig, *, found: Findings) -> None:
@@ -39,6 +41,7 @@ def check_hosts(config: ClusterConfig, pools: list[tuple[Role, PoolConfig]], *, 
     """How machines are reached, and what the services on one of them must not share."""
     _check_paths(config.hosts, found=found)
     _check_key(config, pools, found=found)
+    _check_environments(config, pools, found=found)
     if config.device != "npu":
         return
     placed = [(f"{role}.instances[{n}]", pool, i) for role, pool in pools for n, i in enumerate(pool.instances)]
@@ -57,6 +60,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def is_everywhere(host: str) -> bool:
+    """Whether each machine takes an address for itself: loopback, or that of all of its addresses."""
+    try:
+        return is_loopback(host) or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 def environment(config: ClusterConfig, pool: PoolConfig | None, instance: InstanceConfig | None) -> dict[str, str]:
@@ -81,6 +92,20 @@ def _check_key(config: ClusterConfig, pools: list[tuple[Role, PoolConfig]], *, f
                 key = f"{role}.instances[{place}].nodes"
                 text = f"is needed where others reach {key}={reached}; only loopback addresses go without"
                 found.cross(["cluster_key_file", key], f"cluster_key_file: {text}")
+
+
+def _check_environments(config: ClusterConfig, pools: list[tuple[Role, PoolConfig]], *, found: Findings) -> None:
+    """Names as a shell has them: another could be an option of what sets it, or a part of it the value."""
+    given = [("env", config.env)]
+    for role, pool in pools:
+        given.append((f"{role}.env", pool.env))
+        given += [(f"{role}.instances[{place}].env", instance.env) for place, instance in enumerate(pool.instances)]
+    for key, env in given:
+        for name, value in env.items():
+            if not _VARIABLE.fullmatch(name):
+                found.cross([key], f"{key}: {name!r}: letters, digits and '_' only, no digit first")
+            if "\0" in value:
+                found.cross([key], f"{key}.{name}={value!r}: must hold no null character")
 
 
 def _check_paths(hosts: HostsConfig, *, found: Findings) -> None:

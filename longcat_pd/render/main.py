@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -94,7 +95,7 @@ def _manifests(options: argparse.Namespace) -> Mapping[str, str]:
 def _units(options: argparse.Namespace) -> Mapping[str, str]:
     config = cluster(Path(options.config), options.overrides)
     hosts = config.hosts
-    tree = options.tree or (f"{hosts.path.removesuffix('/')}/current" if hosts.path else str(Path.cwd()))
+    tree = os.path.abspath(options.tree or (f"{hosts.path.removesuffix('/')}/current" if hosts.path else "."))
     launch = Launch(python=hosts.python or f"{tree}/.venv/bin/python", setup_files=hosts.setup_files)
     machine = Machine(launch=launch, tree=tree, user=options.user or hosts.user or "longcat-pd", node=options.node)
     files = dict(units(config, machine))

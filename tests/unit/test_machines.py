@@ -53,6 +53,17 @@ def test_what_runs_in_another_folder_of_the_same_machine_is_asked_for(
     assert asked == ["/srv/old/run/cluster"]
 
 
+@pytest.mark.parametrize("node", ["0.0.0.0", "'::'", "127.0.0.1"])
+def test_an_address_that_each_machine_takes_for_itself_is_none_among_several(
+    options: argparse.Namespace, node: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longcat_pd.cluster.machines.is_this_machine", lambda address: address != "192.0.2.1")
+    nodes = [f"prefill.instances.0.nodes=[{node}]", "decode.instances.0.nodes=[192.0.2.1]", "cluster_key_file=/k"]
+    options.overrides += [*nodes, "load_balancer.node=127.0.0.1"]
+    with pytest.raises(ConfigError, match="is not this machine to 192.0.2.1; name an address that they reach"):
+        cluster_of(options)
+
+
 class _Hashed:
     def __init__(self, session: SimpleNamespace) -> None:
         self.machine = session.machine

@@ -116,6 +116,13 @@ def test_without_a_node_it_is_the_balancer(cluster: Path, tmp_path: Path) -> Non
     assert unresolved(tmp_path / "there.yaml") == unresolved(cluster, ["load_balancer.port=9000"])
 
 
+def test_a_tree_is_absolute(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(cluster.parent)
+    unit = rendered(cluster, "--tree", ".", "--set", "hosts.python=''")["longcat-pd-balancer.service"]
+    assert values(unit, "WorkingDirectory") == [str(cluster.parent)]
+    assert command(unit)[0] == f"{cluster.parent}/.venv/bin/python"
+
+
 def test_ends_and_restarts_follow_exit_statuses(cluster: Path) -> None:
     everything = {**rendered(cluster, "--node", "10.0.1.2"), **rendered(cluster, "--node", "10.0.0.2")}
     everything.pop("cluster.yaml")

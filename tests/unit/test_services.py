@@ -162,6 +162,10 @@ def test_ports_of_the_balancer_count_on_its_node(cluster: Path) -> None:
         ("hosts.path=/srv/../etc", "must be an absolute path"),
         ("hosts.path='/srv/a b'", "letters, digits and"),
         ("hosts.setup_files=['/a;rm']", "hosts.setup_files[0]=/a;rm: letters, digits and"),
+        ("env={'-i': x}", "env: '-i': letters, digits and '_' only, no digit first"),
+        ("prefill.env={'A=B': x}", "prefill.env: 'A=B': letters, digits"),
+        ("decode.instances.0.env={'': x}", "decode.instances[0].env: '': letters, digits"),
+        ('env={A: "a\\0b"}', r"env.A='a\x00b': must hold no null character"),
         ("hosts.port=0", "hosts.port=0: must be at least 1"),
     ],
 )
