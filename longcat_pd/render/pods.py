@@ -21,6 +21,7 @@ _PLACE: Object = {  # from the label: LWS_WORKER_INDEX is younger than the API's
     "name": _INDEX_NAME,
     "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']"}},
 }
+_OWN = "/own"  # where a pod's first container makes the folders of the others
 NAMES_S = 300  # until names of pods resolve: DNS may remember for half a minute that they did not
 PROBE_S = 5  # the answer takes a tenth of a second at any load
 ROUTING_S = 5  # until no Service sends anything new to a pod that is about to end
@@ -34,6 +35,8 @@ def pod_template(
     """The pods of a service. ``names`` resolve before it starts. ``is_routed``: clients come through a Service."""
     device, volumes = target.device, list(_volumes(target, service))
     mounts = [mount for _, mount in volumes]
+    first = [_await_names(target, service, names)] if names else []
+    first += [_make_folders(target, folders)] if (folders := _own_folders(target, service)) else []
     container: Object = {
         "name": service.kind,
         "image": target.image,
@@ -59,7 +62,7 @@ def pod_template(
             **({"supplementalGroups": list(device.groups)} if device.groups else {}),
         },
         "terminationGracePeriodSeconds": stop_limit_s(target.config) + (ROUTING_S if is_routed else 0),
-        "initContainers": [_await_names(target, service, names)] if names else [],
+        "initContainers": first,
         "containers": [container],
         "volumes": _once(volume for volume, _ in volumes),
     }
@@ -146,12 +149,35 @@ def _volumes(target: Target, service: Service) -> Iterator[tuple[Object, Object]
     yield {"name": "home", "emptyDir": {}}, {"name": "home", "mountPath": HOME}
     if service.kind == "balancer":
         return
-    for role, pool in pools(target.config):
-        if service.key.startswith(f"{role}.") and pool.engine.compile_cache:
-            yield {"name": "compiled", "emptyDir": {}}, {"name": "compiled", "mountPath": pool.engine.compile_cache}
+    for name, path in _own_folders(target, service).items():
+        yield {"name": "own", "emptyDir": {}}, {"name": "own", "mountPath": path, "subPath": name}
     for place, path in enumerate(target.device.host_paths):
         name = f"driver-{place}"
         yield {"name": name, "hostPath": {"path": path}}, {"name": name, "mountPath": path, "readOnly": True}
+
+
+def _own_folders(target: Target, service: Service) -> dict[str, str]:
+    """Folders that a service writes to and lets nobody else into, with their paths."""
+    if service.kind == "balancer":
+        return {}
+    (pool,) = (pool for role, pool in pools(target.config) if service.key.startswith(f"{role}."))
+    by_path = {pool.engine.compile_cache: "compiled"} if pool.engine.compile_cache else {}
+    record = target.config.record
+    if service.kind == "driver" and record is not None and not service.key.startswith("prefill."):
+        by_path[record.dir] = "records"
+    return {name: path for path, name in by_path.items()}
+
+
+def _make_folders(target: Target, names: Iterable[str]) -> Object:
+    """An emptyDir belongs to root and is open to all, which a service refuses of its own folders: they lie in it."""
+    return {
+        "name": "folders",
+        "image": target.image,
+        "command": ["mkdir", "-p", "-m", "700", *(f"{_OWN}/{name}" for name in names)],
+        "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}, "limits": {"memory": "64Mi"}},
+        "securityContext": _container_rights(),
+        "volumeMounts": [{"name": "own", "mountPath": _OWN}],
+    }
 
 
 def _weights(target: Target) -> tuple[Object, Object]:

@@ -305,6 +305,26 @@ def test_key_files_come_from_the_secret_to_who_reads_them(cluster: Path, capsys:
         assert secret == "mine"
 
 
+def test_folders_that_a_service_lets_nobody_else_into_are_made_before_it(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = ("record.dir=/var/records", "decode.engine.compile_cache=/var/compiled")
+    objects = rendered(cluster, capsys, overrides=kept)
+    assert [text for item in objects for text in complaints(item)] == []
+    wanted = {"longcat-p0": ({}, {}), "longcat-balancer": ({},)}
+    compiled = {"/var/compiled": "compiled"}
+    for name in ("longcat-d0", "longcat-d1"):
+        wanted[name] = ({**compiled, "/var/records": "records"}, compiled)
+    for name, place, template in templates(objects):
+        spec = template["spec"]
+        mounts = [m for m in spec["containers"][0]["volumeMounts"] if m["name"] == "own"]
+        folders = {m["mountPath"]: m["subPath"] for m in mounts}
+        assert folders == wanted[name][min(place, 1)]
+        made = [c["command"] for c in spec["initContainers"] if c["name"] == "folders"]
+        assert made == ([["mkdir", "-p", "-m", "700", *(f"/own/{each}" for each in folders.values())]] if folders else [])
+        assert ({"name": "own", "emptyDir": {}} in spec["volumes"]) == bool(folders)
+
+
 def test_weights_lie_where_the_configuration_says(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(cluster.parent / "model")
     claim = {"claimName": "pvc", "readOnly": True}
