@@ -6,9 +6,10 @@ Addresses of this machine make one machine together. Starts nothing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -64,15 +65,26 @@ class Memory:
         return self._file if self._file.is_file() else None
 
     def write(self, text: str) -> None:
-        """Remember, whole or not at all."""
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        new = self._file.with_suffix(".new")
-        new.write_text(text, encoding="utf-8")
-        new.replace(self._file)
+        """Remember, whole or not at all. Raises ConfigError if that cannot be."""
+        with self._refused():
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            new = self._file.with_suffix(".new")
+            new.write_text(text, encoding="utf-8")
+            new.replace(self._file)
 
     def clear(self) -> None:
-        """Nothing of it runs any more."""
-        self._file.unlink(missing_ok=True)
+        """Nothing of it runs any more. Raises ConfigError if it cannot be forgotten."""
+        if self.file is not None:
+            with self._refused():
+                self._file.unlink()
+
+    @contextlib.contextmanager
+    def _refused(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            text = f"what was started cannot be noted down here: {error.strerror}"
+            raise ConfigError(f"{self._file}: {text}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ default that depends on another key: that is ``resolve.py`` and ``checks.py``.
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -17,6 +18,7 @@ R = TypeVar("R")
 
 BEYOND = 2**63  # no setting means so much, and what is computed from less stays within floating point
 
+_PLACE = re.compile("[0-9]{1,9}")  # in a list
 _ZERO = {int: 0, float: 0.0, str: "", bool: False}
 
 
@@ -159,7 +161,7 @@ def lay_over(tree: Any, keys: Sequence[str], value: Any) -> str | None:
         is_last = depth == len(keys) - 1
         so_far = ".".join(keys[:depth])
         if isinstance(here, list):
-            if not key.isdigit() or int(key) > len(here):
+            if not _PLACE.fullmatch(key) or int(key) > len(here):
                 return f"{so_far} is a list of {len(here)}; {key!r} is not a place in it"
             if int(key) == len(here):
                 here.append({})

@@ -191,7 +191,7 @@ def read_tree(path: str | Path, *, sections: str) -> dict[str, Any]:
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}", param=str(file)) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{file}: is not YAML: {' '.join(str(error).split())}", param=str(file)) from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{file}: must be a mapping with the sections {sections}", param=str(file))
@@ -207,7 +207,7 @@ def lay_overrides(tree: dict[str, Any], overrides: Sequence[str], found: Finding
             continue
         try:
             value = yaml.safe_load(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError):  # the latter: the 13th month, or a number of thousands of digits
             found.add(key, f"--set {item}: the value is not YAML")
             continue
         complaint = lay_over(tree, key.split("."), value)

@@ -64,6 +64,24 @@ def test_an_address_that_each_machine_takes_for_itself_is_none_among_several(
         cluster_of(options)
 
 
+def test_a_run_folder_that_cannot_be_made_is_refused(
+    options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (options.root / ".run").write_text("a file")
+    session = SimpleNamespace(send=lambda order: pytest.fail("something was started"))
+    monkeypatch.setattr(start, "Sessions", lambda begun: contextlib.nullcontext(session))
+    monkeypatch.setattr(start, "_refuse_what_cannot_work", lambda *_: None)
+    assert verbs.main(["--root", str(options.root), "start", str(options.config)]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: {options.root}/.run/cluster/started.yaml: what was started cannot be noted down here: ")
+    memory = cluster_of(options).memory
+    memory.clear()  # of what was never written
+    (options.root / ".run").unlink()
+    memory.write("text")
+    memory.clear()
+    assert memory.file is None
+
+
 class _Hashed:
     def __init__(self, session: SimpleNamespace) -> None:
         self.machine = session.machine

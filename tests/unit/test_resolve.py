@@ -263,6 +263,10 @@ def test_all_findings_come_at_once_each_with_its_key(cluster: Path) -> None:
         (["model.path=/nowhere"], "model.path=/nowhere: "),
         (["model=null"], "model.path: missing"),
         (["decode.instances.3.name=d3"], "--set decode.instances.3.name=d3: decode.instances is a list of 2"),
+        (["decode.instances.².name=d3"], "--set decode.instances.².name=d3: decode.instances is a list of 2; '²' is not a"),
+        ([f"decode.instances.{5000 * '9'}.name=x"], "--set decode.instances.999"),
+        (["model.served_name=2026-13-01"], "--set model.served_name=2026-13-01: the value is not YAML"),
+        ([f"decode.engine.num_blocks={5000 * '9'}"], "--set decode.engine.num_blocks=999"),
         (
             ["decode.engine.unfused=[norms, all]"],
             "decode.engine.unfused[1]=all: must be one of attention, experts, norms, prolog",
