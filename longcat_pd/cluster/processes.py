@@ -20,7 +20,6 @@ from pathlib import Path
 
 from longcat_pd.errors import ConfigError
 
-
 KILL_S = 20.0  # until a process that was killed has ended: one that waits for a device or a disk may not
 
 

@@ -236,7 +236,7 @@ def _absolute(path: Path) -> str:
     if ".." in path.parts:
         after = len(path.parts) - path.parts[::-1].index("..")
         path = Path(*path.parts[:after]).resolve().joinpath(*path.parts[after:])
-    return os.path.abspath(path)
+    return os.path.normpath(path.absolute())
 
 
 def _read(path: str | Path, overrides: Sequence[str]) -> tuple[ClusterConfig, Findings]:

@@ -95,7 +95,8 @@ def _manifests(options: argparse.Namespace) -> Mapping[str, str]:
 def _units(options: argparse.Namespace) -> Mapping[str, str]:
     config = cluster(Path(options.config), options.overrides)
     hosts = config.hosts
-    tree = os.path.abspath(options.tree or (f"{hosts.path.removesuffix('/')}/current" if hosts.path else "."))
+    given = options.tree or (f"{hosts.path.removesuffix('/')}/current" if hosts.path else "")
+    tree = os.path.normpath(Path(given).absolute())
     launch = Launch(python=hosts.python or f"{tree}/.venv/bin/python", setup_files=hosts.setup_files)
     machine = Machine(launch=launch, tree=tree, user=options.user or hosts.user or "longcat-pd", node=options.node)
     files = dict(units(config, machine))

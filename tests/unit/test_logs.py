@@ -399,7 +399,10 @@ def test_a_node_that_is_none_of_the_cluster_is_refused_and_no_logs_are_no_succes
     assert capsys.readouterr().out == "c has no logs in /l\n"
 
 
-@pytest.mark.parametrize(("name", "value"), [("--since", "yesterday"), ("--since", "5"), ("--since", "9999-12-31T23:59:59-14:00"), ("--lines", "-1")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("--since", "yesterday"), ("--since", "5"), ("--since", "9999-12-31T23:59:59-14:00"), ("--lines", "-1")],
+)
 def test_what_cannot_be_meant_is_refused(name, value):
     with pytest.raises(ConfigError, match=f"{name} {value}: "):
         logs._query(options(f"{name}={value}"))

@@ -60,7 +60,7 @@ def test_an_address_that_each_machine_takes_for_itself_is_none_among_several(
     monkeypatch.setattr("longcat_pd.cluster.machines.is_this_machine", lambda address: address != "192.0.2.1")
     nodes = [f"prefill.instances.0.nodes=[{node}]", "decode.instances.0.nodes=[192.0.2.1]", "cluster_key_file=/k"]
     options.overrides += [*nodes, "load_balancer.node=127.0.0.1"]
-    with pytest.raises(ConfigError, match="is not this machine to 192.0.2.1; name an address that they reach"):
+    with pytest.raises(ConfigError, match=r"is not this machine to 192\.0\.2\.1; name an address that they reach"):
         cluster_of(options)
 
 
@@ -73,7 +73,9 @@ def test_a_run_folder_that_cannot_be_made_is_refused(
     monkeypatch.setattr(start, "_refuse_what_cannot_work", lambda *_: None)
     assert verbs.main(["--root", str(options.root), "start", str(options.config)]) == 2
     shown = capsys.readouterr().err
-    assert shown.startswith(f"error: {options.root}/.run/cluster/started.yaml: what was started cannot be noted down here: ")
+    assert shown.startswith(
+        f"error: {options.root}/.run/cluster/started.yaml: what was started cannot be noted down here: "
+    )
     memory = cluster_of(options).memory
     memory.clear()  # of what was never written
     (options.root / ".run").unlink()

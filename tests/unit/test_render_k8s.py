@@ -466,7 +466,11 @@ def test_without_a_checkpoint_pods_ask_for_no_memory(cluster: Path, capsys: pyte
         (("--name", "9x"), (), "--name 9x: lower-case letters"),
         ((), ("prefill.instances.0.name=P_0",), "prefill.instances[0].name=P_0: Kubernetes wants lower-case"),
         ((), ("prefill.instances.0.name=p" + "0" * 60,), "of 50 at most"),
-        ((), ("prefill.instances.0.name=balancer",), "prefill.instances[0].name=balancer: already the name of load_balancer"),
+        (
+            (),
+            ("prefill.instances.0.name=balancer",),
+            "prefill.instances[0].name=balancer: already the name of load_balancer",
+        ),
         ((), ("decode.instances.1.name=d0-http",), "longcat-d0-http is already the name of d0"),
         ((), ("decode.instances.1.name=d0-0",), "longcat-d0-0 is already the name of d0"),  # the set of its further pods
         ((), ("decode.instances.0.http_port=0",), "decode.instances[0].http_port=0"),
