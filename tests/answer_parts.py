@@ -95,7 +95,8 @@ def _join(choice: dict[str, Any], part: dict[str, Any]) -> None:
         choice["text"] += part["text"]
         return
     delta = {name: value for name, value in part["delta"].items() if name != "role"}
-    assert len(delta) == (part["finish_reason"] is None), "one field at a time"
+    tells_tokens = not part["delta"] and (part["logprobs"] is not None or "token_ids" in part)
+    assert len(delta) == (part["finish_reason"] is None) or tells_tokens, "one field at a time"
     message = choice["message"]
     for name in ("content", "reasoning_content"):
         if name in delta and "role" not in part["delta"]:

@@ -32,6 +32,7 @@ LIBRARY = llguidance.LLTokenizer(TOKENIZER.to_str(), n_vocab=VOCAB_SIZE, eos_tok
 FORMATS = FormatChecker(formats=())
 NAMES = ("a", "b", "c", "id", "na me", 'q"', "é", "$x")
 WORDS = ("", "x", "yes", "no", "é", 'a"b', "new\nline", "</b>", " ")
+_WORD = {"title": "looks like something else", "type": "string", "enum": ["1.10", "true", "5", "null", "yes"]}
 PATTERNS = ("^[a-z]{1,3}$", "b", r"^\d{2}-\d$", r"^\S+$", "^(x|yy)*$", r"^[^\s<]{0,4}$", "^$|^z", r"\w.\W")
 
 
@@ -134,11 +135,13 @@ def _strings() -> st.SearchStrategy[dict[str, Any]]:
 
 def _leaves() -> st.SearchStrategy[Any]:
     values = st.sampled_from([None, True, False, 0, -3, 1.5, "x", 'q"', [], [1, "a"], {"k": [None]}])
+    word = {"$ref": "#/$defs/word"}
     return st.one_of(
         st.sampled_from(
             [True, {}, {"type": "null"}, {"type": "boolean"}, {"type": ["string", "null"]}, {"$ref": "#/$defs/leaf"}]
         ),
         st.just({"$ref": "#/$defs/tree"}),
+        st.sampled_from([word, {"anyOf": [word, {"type": "null"}]}, {"allOf": [word, {"minLength": 4}]}]),
         _numbers("integer"),
         _numbers("number"),
         _strings(),
@@ -203,6 +206,7 @@ def schemas() -> st.SearchStrategy[dict[str, Any]]:
             "required": ["v"],
             "additionalProperties": False,
         },
+        "word": _WORD,
     }
     trees = _trees().filter(lambda schema: isinstance(schema, dict))
     return trees.map(lambda schema: {"title": "random", **schema, "$defs": definitions})
@@ -216,4 +220,4 @@ def parameters() -> st.SearchStrategy[dict[str, Any]]:
 def schemas_of(schema: dict[str, Any]) -> dict[str, Any]:
     """A schema with the definitions that random ones refer to."""
     tree = {"type": "object", "properties": {"next": {"$ref": "#/$defs/tree"}}, "additionalProperties": False}
-    return {**schema, "$defs": {"leaf": {"type": "integer", "minimum": 0, "maximum": 9}, "tree": tree}}
+    return {**schema, "$defs": {"leaf": {"type": "integer", "minimum": 0, "maximum": 9}, "tree": tree, "word": _WORD}}

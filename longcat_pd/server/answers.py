@@ -146,7 +146,7 @@ class AnswerForm:
         """One chunk of a stream."""
         self.usage.count(piece)
         choice: dict[str, Any] = {"index": piece.index}
-        is_opening = not piece.delta and piece.finish_reason is None
+        is_opening = not piece.delta and not piece.tokens and piece.finish_reason is None
         if not self._is_chat:
             choice["text"] = piece.delta.get("text", "")
         else:

@@ -18,6 +18,8 @@ from longcat_pd.server.stops import StopFinder
 from longcat_pd.server.text import TextDecoder
 from longcat_pd.server.tool_calls import CallArguments, CallBegan, Event, Text, ToolCallParser
 
+MAX_HELD = 256  # tokens that wait for their text: with 20 log-probs each takes 1.6 KB of an event
+
 
 @dataclass(frozen=True, slots=True)
 class CountedToken:
@@ -29,7 +31,8 @@ class CountedToken:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A step of one choice. ``delta`` has one field of the message, or none in the first and the last piece.
+    """A step of one choice. ``delta`` has one field of the message, or none: in the first piece, which has no tokens, in
+    the last, and in one that tells many tokens whose text is held back.
 
     ``tokens`` are the counted tokens since the piece before; the counts run. ``finish_reason`` is on the last piece.
     ``ends_step``: of all pieces that the same tokens made, this is the last one.
@@ -117,6 +120,8 @@ class ChoiceText:
             deltas.append({self._fields[False]: ""})  # tokens have ids and nothing else: they show at once
         pieces = self._opening(has_text=bool(deltas)) if is_first else []
         pieces += [self._piece(d) for d in _joined(deltas)]
+        if len(self._pending) >= MAX_HELD and not self.is_finished:
+            pieces.append(self._piece({}))
         if self.is_finished:
             pieces.append(self._piece({}, is_last=True))
         if pieces:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longcat_pd.errors import InvalidRequest
+from longcat_pd.server.amount import Amount
 from longcat_pd.server.fields import Fields, missing, out_of_range, parse_json, wrong_type
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -24,10 +25,11 @@ def read_messages(body: Fields) -> tuple[dict[str, Any], ...]:
     messages = body.items("messages") or []
     if not messages:
         raise InvalidRequest("messages has 0 entries, at least 1", param="messages")
-    return tuple(_message(Fields.of(m, f"messages[{i}]")) for i, m in enumerate(messages))
+    arguments = Amount()  # of all calls: each is a text of its own in the body
+    return tuple(_message(Fields.of(m, f"messages[{i}]"), arguments) for i, m in enumerate(messages))
 
 
-def _message(message: Fields) -> dict[str, Any]:
+def _message(message: Fields, arguments: Amount) -> dict[str, Any]:
     message.required("role")
     role = message.text("role")
     if role not in ROLES:
@@ -35,7 +37,7 @@ def _message(message: Fields) -> dict[str, Any]:
     message.text("name")
     read: dict[str, Any] = {"role": "system" if role == "developer" else role}
     if role == "assistant":
-        calls = [_tool_call(Fields.of(c, f"{message.path('tool_calls')}[{i}]")) for i, c in _calls(message)]
+        calls = [_tool_call(Fields.of(c, f"{message.path('tool_calls')}[{i}]"), arguments) for i, c in _calls(message)]
         if calls:
             read["tool_calls"] = calls
         reasoning = message.text("reasoning_content")
@@ -79,7 +81,7 @@ def _part(part: Fields) -> str:
     return part.text("text") or ""
 
 
-def _tool_call(call: Fields) -> dict[str, Any]:
+def _tool_call(call: Fields, amount: Amount) -> dict[str, Any]:
     _function_type(call, required=False)
     call.required("function")
     function = Fields.of(call.get("function"), call.path("function"))
@@ -88,7 +90,7 @@ def _tool_call(call: Fields) -> dict[str, Any]:
     text = function.text("arguments") or ""
     path = function.path("arguments")
     try:
-        arguments = parse_json(text)
+        arguments = parse_json(text, amount)
     except ValueError as error:
         raise InvalidRequest(f"{path} is not the JSON text of an object: {error}", param=path) from None
     if not isinstance(arguments, dict):

@@ -14,18 +14,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from longcat_pd.errors import InvalidRequest
+from longcat_pd.server.amount import Amount
 
 MAX_DEPTH = 64
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str, amount: Amount | None = None) -> Any:
     """The value of a JSON text; of a repeated key the last value counts.
 
+    Args:
+        text: of any length: one that would take long to read is refused before.
+        amount: what may be read of several texts together.
+
     Raises:
-        ValueError: not JSON; NaN, an infinity or a number beyond any range; nested deeper than ``MAX_DEPTH``; a lone
-            surrogate in a string, which no UTF-8 answer could repeat.
+        ValueError: not JSON; more than an ``Amount`` in it; NaN, an infinity or a number beyond any range; nested deeper
+            than ``MAX_DEPTH``; a lone surrogate in a string, which no UTF-8 answer could repeat.
     """
+    (amount or Amount()).take(text)
     try:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except RecursionError:
@@ -74,8 +80,12 @@ def _check_text(text: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value for a message: JSON, cut where it is long."""
-    text = json.dumps(value, ensure_ascii=False)
+    """A value for a message: JSON, cut where it is long; of a long one no more is written than that."""
+    text = ""
+    for part in json.JSONEncoder(ensure_ascii=False).iterencode(value):
+        text += part
+        if len(text) > 100:
+            break
     return text if len(text) <= 100 else text[:97] + "..."
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from longcat_pd.config.schema import EngineConfig, ModelSection
 from longcat_pd.engine.request import Request, SamplingParams, TransferRef
@@ -28,6 +28,7 @@ from longcat_pd.server.text import TextProcessor
 T = TypeVar("T")
 
 _LONG_TEXT = 4096  # characters; what is longer is encoded in a thread, for it would hold up everybody's tokens
+_A_VALUE = 4  # characters that one costs in a template, at least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +130,10 @@ class Encoded:
 
     async def encode_chat(self, body: ChatBody) -> list[int]:
         """The ids of a conversation. Raises InvalidRequest."""
-        length = sum(len(message["content"]) for message in body.messages)
-        return await _off_loop(length, partial(self._text.encode_chat, body.messages, body.tools, body.template_kwargs))
+        shown = (body.messages, body.tools, body.template_kwargs)
+        return await _off_loop(
+            _length(shown), partial(self._text.encode_chat, body.messages, body.tools, body.template_kwargs)
+        )
 
     async def _prompts(self, body: Body) -> list[tuple[tuple[int, ...], str]]:
         """The ids of each prompt, and its path in the body."""
@@ -159,8 +162,15 @@ class Encoded:
         """
         if body.answer_schema is None and not (isinstance(body, ChatBody) and body.tool_use.is_forced):
             return ""
-        async with self._grammar_turn:
-            return await asyncio.to_thread(self._grammar_of, body, ids)
+        await self._grammar_turn.acquire()
+        making = asyncio.get_running_loop().run_in_executor(None, self._grammar_of, body, ids)
+        making.add_done_callback(self._end_grammar_turn)
+        return await asyncio.shield(making)  # whoever leaves does not end the thread, so neither its turn
+
+    def _end_grammar_turn(self, making: asyncio.Future[str]) -> None:
+        self._grammar_turn.release()
+        if not making.cancelled():
+            making.exception()  # whom it is for may have left
 
     def _check_resumed(self, resume: Resume, prompt: tuple[int, ...], max_tokens: int) -> None:
         """Raise what forbids to go on: WorkerUnavailable for another prompt, InvalidRequest for ids that cannot be."""
@@ -270,6 +280,22 @@ def _paths_of_texts(body: Body) -> list[str]:
     if isinstance(body, ChatBody):
         return ["messages"]
     return [prompt.path for prompt in body.prompts if isinstance(prompt.content, str)]
+
+
+def _length(shown: Any) -> int:
+    """About how many characters a template writes of these values; of long ones no more are looked at than show that."""
+    length, waiting = 0, [shown]
+    while waiting and length < _LONG_TEXT:
+        value = waiting.pop()
+        length += _A_VALUE
+        if isinstance(value, str):
+            length += len(value)
+        elif isinstance(value, Mapping):
+            waiting.extend(value.keys())
+            waiting.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            waiting.extend(value)
+    return length
 
 
 async def _off_loop(length: int, encode: Callable[[], T]) -> T:

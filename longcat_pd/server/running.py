@@ -103,7 +103,7 @@ class Running:
         num_tokens: dict[int, int] = {}
         num_said = len(call.said_token_ids)
         with self._gate.enter() as cuts, self._journal.request(call) as record:
-            choices = _Choices(body, await prompts.open(body, call))
+            choices = await self._opened(body, call, prompts, cuts=cuts, record=record)
             sources = [self._choice(choices, index, call, record=record) for index in range(body.num_choices)]
             async with aclosing(self._merged(sources, call, cuts=cuts, record=record)) as items:
                 async for item in items:
@@ -120,7 +120,7 @@ class Running:
     async def hand_over(self, body: Body, call: Call, prompts: PromptSource) -> Record:
         """Prefill all choices and wait until their hand-overs are acknowledged. Raises LongcatError."""
         with self._gate.enter() as cuts, self._journal.request(call) as record:
-            choices = _Choices(body, await prompts.open(body, call))
+            choices = await self._opened(body, call, prompts, cuts=cuts, record=record)
             sources = [self._hand_over(choices, index) for index in range(body.num_choices)]
             async with aclosing(self._merged(sources, call, cuts=cuts, record=record)) as items:
                 async for item in items:
@@ -128,6 +128,16 @@ class Running:
                         record.prompts.begin(item.index // body.n, item.request)
             record.finish = "stop"
         return record
+
+    async def _opened(self, body: Body, call: Call, prompts: PromptSource, *, cuts: list[Cut], record: Record) -> _Choices:
+        """The choices, once the prompt is there: what ends a request ends also the wait for that. Raises LongcatError."""
+
+        async def opening() -> AsyncGenerator[_Choices, None]:
+            yield _Choices(body, await prompts.open(body, call))
+
+        async with aclosing(self._merged([opening()], call, cuts=cuts, record=record)) as opened:
+            (choices,) = [choices async for choices in opened]
+        return choices
 
     def _merged(
         self, sources: list[AsyncGenerator[T, None]], call: Call, *, cuts: list[Cut], record: Record

@@ -11,9 +11,9 @@ import json
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import unquote
 
 from longcat_pd.server.fields import shown
+from longcat_pd.server.named_kinds import led_to
 from longcat_pd.server.schema_keywords import (
     EXACT,
     LOWER,
@@ -83,9 +83,7 @@ class SchemaReader:
         read = self.read_part(schema, path)
         while self._pending:
             reference = self._pending.popleft()
-            self._definitions[self._names[reference]] = self.read_part(
-                self.resolve(reference, path), self._place(reference)
-            )
+            self._definitions[self._names[reference]] = self.read_part(self.resolve(reference, path), self.place(reference))
         if nesting(read, self._definitions) > MAX_NESTING:
             raise malformed(path, f"nests deeper than {MAX_NESTING} schemas, references followed")
         whole = read if isinstance(read, dict) else {"allOf": [read]}
@@ -103,18 +101,13 @@ class SchemaReader:
         """What a reference into the document leads to. Raises InvalidRequest."""
         if reference != "#" and not reference.startswith("#/"):
             raise unenforced(path, "$ref", f"= {shown(reference)} leads out of the schema; only #/... is followed")
-        place: Any = self._document
-        for step in reference.split("/")[1:]:
-            name = unquote(step).replace("~1", "/").replace("~0", "~")
-            if isinstance(place, dict) and name in place:
-                place = place[name]
-            elif isinstance(place, list) and name.isascii() and name.isdigit() and len(name) < 9 and int(name) < len(place):
-                place = place[int(name)]
-            else:
-                raise malformed(f"{path}.$ref", f"= {shown(reference)} leads nowhere")
-        return place
+        try:
+            return led_to(self._document, reference)
+        except LookupError:
+            raise malformed(f"{path}.$ref", f"= {shown(reference)} leads nowhere") from None
 
-    def _place(self, reference: str) -> str:
+    def place(self, reference: str) -> str:
+        """The path of what a reference leads to."""
         return self.path + "".join(f".{step}" for step in reference.split("/")[1:])
 
     def _check_end(self, read: Schema, path: str) -> None:

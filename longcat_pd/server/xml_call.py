@@ -11,10 +11,12 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from longcat_pd.server.fields import kind_of, parse_json
 from longcat_pd.server.markup import KEY_CLOSE, KEY_OPEN, VALUE_CLOSE, VALUE_OPEN
+from longcat_pd.server.named_kinds import named_kinds, properties_of
 
 _KEY = f"{KEY_OPEN}((?:(?!{KEY_CLOSE}).)*){KEY_CLOSE}"
 _PAIR = re.compile(f"\\s*{_KEY}\\s*{VALUE_OPEN}(.*?){VALUE_CLOSE}\\s*", re.DOTALL)
@@ -24,18 +26,29 @@ _LONGEST_LITERAL = 4096  # characters; Python's own parser can be driven out of 
 Schema = Mapping[str, Any]
 
 
-def argument_schemas(tools: Iterable[Schema]) -> dict[str, Schema]:
-    """For each function its ``properties``; empty where the tool has none."""
-    schemas: dict[str, Schema] = {}
+@dataclass(frozen=True, slots=True)
+class ArgumentSchemas:
+    """What a function's ``parameters`` say of its arguments."""
+
+    parameters: Any = None
+    properties: Schema = field(default_factory=dict)
+
+    def kinds(self, name: str) -> set[str]:
+        """The JSON types that are named for an argument; empty if none is."""
+        return named_kinds(self.properties.get(name), self.parameters)
+
+
+def argument_schemas(tools: Iterable[Schema]) -> dict[str, ArgumentSchemas]:
+    """By the name of each function."""
+    schemas: dict[str, ArgumentSchemas] = {}
     for tool in tools:
         function = tool["function"]
         parameters = function.get("parameters")
-        properties = parameters.get("properties") if isinstance(parameters, dict) else None
-        schemas[function["name"]] = properties if isinstance(properties, dict) else {}
+        schemas[function["name"]] = ArgumentSchemas(parameters, properties_of(parameters))
     return schemas
 
 
-def read_block(block: str, schemas: Mapping[str, Schema]) -> tuple[str, str] | None:
+def read_block(block: str, schemas: Mapping[str, ArgumentSchemas]) -> tuple[str, str] | None:
     """Name and JSON text of the arguments of what stands between the tags; None if it is malformed."""
     text = block.strip()
     if text.startswith("{"):
@@ -44,12 +57,12 @@ def read_block(block: str, schemas: Mapping[str, Schema]) -> tuple[str, str] | N
     name = head.strip()
     if not _NAME.fullmatch(name):
         return None
-    properties = schemas.get(name, {})
+    known = schemas.get(name, ArgumentSchemas())
     arguments: dict[str, Any] = {}
     place = len(head)
     while pair := _PAIR.match(text, place):
         key, value = pair[1].strip(), pair[2].strip()
-        arguments[key] = _value(value, properties.get(key))
+        arguments[key] = _value(value, known.kinds(key))
         place = pair.end()
     return (name, _to_text(arguments)) if not text[place:].strip() else None
 
@@ -67,8 +80,7 @@ def _read_json(text: str) -> tuple[str, str] | None:
     return name, _to_text(arguments or {})
 
 
-def _value(text: str, schema: Any) -> Any:
-    kinds = named_kinds(schema)
+def _value(text: str, kinds: set[str]) -> Any:
     if kinds == {"string"}:
         return text
     for read in (parse_json, _python_literal):
@@ -94,27 +106,8 @@ def _python_literal(text: str) -> Any:
     return value
 
 
-def named_kinds(schema: Any) -> set[str]:
-    """The JSON types that a schema names; empty if it names none."""
-    if not isinstance(schema, dict):
-        return set()
-    named = schema.get("type")
-    kinds = set(named) if isinstance(named, list) and all(isinstance(n, str) for n in named) else set()
-    if isinstance(named, str):
-        kinds.add(named)
-    for several in ("anyOf", "oneOf"):
-        options = schema.get(several)
-        for option in options if isinstance(options, list) else []:
-            kinds |= named_kinds(option)
-    values = schema.get("enum")
-    if not kinds and isinstance(values, list):
-        kinds = {kind_of(value) for value in values}
-    return kinds
-
-
 def _is_among(value: Any, kinds: set[str]) -> bool:
-    kind = kind_of(value)
-    return kind in kinds or (kind == "number" and "integer" in kinds)
+    return kind_of(value) in kinds
 
 
 def _to_text(value: Any) -> str:

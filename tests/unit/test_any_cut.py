@@ -82,7 +82,7 @@ def is_as_defined(example: Example) -> None:
         opening, *middle, last = pieces_of(example, runs)
         assert opening.delta == {} == last.delta and {piece.index for piece in (opening, *middle, last)} == {3}
         assert [piece.finish_reason for piece in (opening, *middle)] == [None] * (len(middle) + 1)
-        content, reasoning, calls = joined([piece.delta for piece in middle])
+        content, reasoning, calls = joined([piece.delta for piece in middle if piece.delta or not piece.tokens])
         assert (content, reasoning, calls) == (told.content, told.reasoning, [(c.name, c.arguments) for c in told.calls])
         assert (last.finish_reason, last.matched_stop) == (told.finish_reason, told.matched_stop)
         counted = [token for piece in (opening, *middle, last) for token in piece.tokens]

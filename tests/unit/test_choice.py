@@ -2,9 +2,15 @@
 
 # ruff: noqa: E501 - tables
 
+from dataclasses import replace
+
 import pytest
 
-from longcat_pd.engine.request import FinishReason
+from longcat_pd.engine.request import FinishReason, TokenOutput
+from longcat_pd.server.answers import AnswerForm
+from longcat_pd.server.choice import MAX_HELD, CountedToken
+from longcat_pd.server.errors import to_json
+from longcat_pd.server.openai import CHAT_ROUTE, read_body
 from tests.oracle_text import Rules, answer
 from tests.troubled_text import kinds
 from tests.unit.choice_rig import Example, joined, pieces_of
@@ -183,3 +189,31 @@ def test_the_token_that_lets_the_last_character_of_a_call_go_is_counted():
     rules = Rules(stops=(">x",), kinds=kinds, **(JSON | ONE))
     *_, last = pieces_of(Example([(7, j().encode()), (8, b"a"), (9, b"b"), (2, b"")], FinishReason.STOP, None, rules), [4])
     assert (last.finish_reason, last.num_tokens) == ("tool_calls", 2)
+
+
+def test_the_tokens_of_a_text_that_is_held_come_before_it():
+    """Nothing of a call in tags leaves before its end; with 20 log-probs a token 10,500 of them made an event of 16 MiB."""
+    parts = [
+        f"a {OPEN}f\n<longcat_arg_key>s</longcat_arg_key>\n<longcat_arg_value>",
+        *["ab"] * 3000,
+        f"</longcat_arg_value>\n{CLOSE}",
+    ]
+    tokens = [(i, part.encode()) for i, part in enumerate(parts)] + [(len(parts), b"")]
+    example = Example(tokens, FinishReason.STOP, None, Rules(kinds=kinds, **XML))
+    _, *middle, last = pieces_of(example, [3])
+    assert max(len(piece.tokens) for piece in (*middle, last)) < MAX_HELD + 3
+    assert joined([piece.delta for piece in middle if piece.delta]) == ("a ", "", [("f", f'{{"s": "{"ab" * 3000}"}}')])
+    assert [t.output.token_id for piece in (*middle, last) for t in piece.tokens] == [token_id for token_id, _ in tokens]
+    form, tops = shown_with_top_logprobs(), tuple((i, -3.2345678901234 - i) for i in range(20))
+    for piece in (*middle, last):
+        known = tuple(CountedToken(TokenOutput(5, -1.234567890123, tops), 0) for _ in piece.tokens)
+        chunk = form.chunk(replace(piece, tokens=known))
+        assert len(to_json(chunk)) < 2**20
+        assert "role" not in chunk["choices"][0]["delta"]
+
+
+def shown_with_top_logprobs():
+    body = read_body(
+        CHAT_ROUTE, {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 20}, "m"
+    )
+    return AnswerForm(body, "r", computed_by=[], show=lambda token_id: (" word", b" word"))

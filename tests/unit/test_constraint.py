@@ -20,6 +20,7 @@ from longcat_pd.config.schema import ModelSection
 from longcat_pd.errors import InvalidRequest
 from longcat_pd.server.constraint import Constraints
 from longcat_pd.server.face import Face
+from longcat_pd.server.named_kinds import named_kinds
 from longcat_pd.server.openai import CHAT_ROUTE, COMPLETIONS_ROUTE, read_body
 from longcat_pd.server.schema_formats import FORMATS
 from longcat_pd.server.schema_keywords import REFUSED
@@ -360,6 +361,10 @@ def in_tags(schema, value, key="a"):
         ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "a b"], ["a", "abcd", "a ", " a"]),
         ({"type": "string", "pattern": "^a/b?$", "maxLength": 2}, ["a/"], ["a/b", "a"]),
         ({"type": "string", "format": "date"}, ["2024-02-29"], ["2023-02-29", "x"]),
+        ({"type": "string", "allOf": [{"maxLength": 3}, {"pattern": "^a"}]}, ["a", "a b"], ["abcd", "b"]),
+        ({"const": "5"}, ["5"], ['"5"', "6"]),
+        ({"oneOf": [{"const": "1.10", "title": "old"}, {"enum": ["2", "3"]}]}, ["1.10", "2"], ["4", '"2"']),
+        ({"type": "string", "anyOf": [{"minLength": 3}, {"type": "integer"}, {"const": "a"}]}, ["a", "abc"], ["b"]),
         ({"anyOf": [{"type": "string", "maxLength": 1}, {"type": "string", "enum": ["xyz"]}]}, ["a", "xyz"], ["ab"]),
         ({"type": ["string", "null"]}, ['"a"', "null"], ["a", "1", '"</longcat_"']),
         ({"type": "integer"}, ["1"], ["x", "1.5"]),
@@ -375,7 +380,12 @@ def test_values_in_tags(schema, good, bad):
     "schema,path",
     [
         ({"properties": {"a": {"type": "string", "enum": ["x "]}}}, ".properties.a.enum"),
-        ({"properties": {"a": {"type": "string", "allOf": [{"maxLength": 3}]}}}, ".properties.a.allOf"),
+        ({"properties": {"a": {"type": "string", "allOf": [{"oneOf": [{"minLength": 3}, {"maxLength": 4}]}]}}}, ".properties.a.allOf[0].oneOf"),
+        ({"properties": {"a": {"$ref": "#/$defs/V"}}, "$defs": {"V": {"type": "string", "maxLength": 10**6}}}, ".$defs.V.maxLength"),
+        ({"properties": {"a": {"allOf": [{"anyOf": [{"const": f"{i} {j}"} for i in range(30)]} for j in range(2)]}}}, ".properties.a.allOf"),
+        ({"$ref": "#/$defs/A", "minProperties": 1, "$defs": {"A": {"type": "object"}}}, ".$ref"),
+        ({"$ref": "#/$defs/A", "type": "string", "$defs": {"A": {"type": "object"}}}, ".$ref"),
+        ({"$ref": "#/$defs/A", "not": {"required": ["b"]}, "$defs": {"A": {"type": "object"}}}, ".not"),
         ({"properties": {"a": {"type": "string", "not": {"const": "x"}}}}, ".properties.a.not"),
         ({"properties": {"a": {"type": "string", "maxLength": 10**6}}}, ".properties.a.maxLength"),
         ({"properties": {"a": {"const": "</longcat_arg_value>"}}}, ".properties.a.const"),
@@ -390,6 +400,56 @@ def test_values_in_tags(schema, good, bad):
 def test_what_tags_cannot_keep_is_named(schema, path):
     error = refusal(lambda: constraints("longcat_xml").grammar(forced(tool({"type": "object"}, "g"), tool(schema)), PLAIN))
     assert (error.code, error.param) == ("unsupported_parameter", f"tools[1].function.parameters{path}")
+
+
+CIRCLE = {"anyOf": [{"$ref": "#/$defs/Circle"}, {"type": "string"}]}
+ENUMS = {"V": {"title": "V", "type": "string", "enum": ["1.10", "true"]}, "W": {"$ref": "#/$defs/V"}, "Circle": CIRCLE}
+
+
+@pytest.mark.parametrize(
+    "schema,good,bad",
+    [
+        ({"$ref": "#/$defs/V"}, "1.10", '"1.10"'),
+        ({"$ref": "#/$defs/W", "description": "of a chain"}, "true", "false"),
+        ({"allOf": [{"$ref": "#/$defs/V"}], "default": "true"}, "true", '"true"'),
+        ({"type": "string", "$ref": "#/$defs/V", "minLength": 4, "pattern": r"^\d"}, "1.10", "true"),
+        ({"anyOf": [{"$ref": "#/$defs/V"}, {"const": "7"}]}, "7", "8"),
+        ({"const": "5"}, "5", '"5"'),
+        ({"anyOf": [{"$ref": "#/$defs/V"}, {"type": "null"}]}, '"1.10"', "1.10"),
+        ({"anyOf": [{"$ref": "#/$defs/V"}, {"type": "integer"}]}, '"true"', "true"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_behind_reference", [False, True])
+def test_strings_are_named_through_references(schema, good, bad, is_behind_reference):
+    """What may be drawn is read back as the string that the schema allows, also by who was not forced."""
+    arguments = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    document = (
+        {"$ref": "#/$defs/All", "$defs": {**ENUMS, "All": arguments}}
+        if is_behind_reference
+        else arguments | {"$defs": ENUMS}
+    )
+    grammar = constraints("longcat_xml", "none").grammar(forced(tool(document)), PLAIN)
+    pair = "<longcat_arg_key>a</longcat_arg_key>\n<longcat_arg_value>{}</longcat_arg_value>\n"
+    calls = {v: f"<longcat_tool_call>f\n{pair.format(v)}</longcat_tool_call>" for v in (good, bad)}
+    assert {v: accepts(grammar, call) for v, call in calls.items()} == {good: True, bad: False}
+    assert read_back("longcat_xml", [tool(document)], calls[good]) == [("f", {"a": good.strip('"')})]
+    for raw in ("1.10", "true", "5"):  # as a model writes a string by itself
+        (_, value), *_ = read_back(
+            "longcat_xml", [tool(document)], f"<longcat_tool_call>f\n{pair.format(raw)}</longcat_tool_call>"
+        )
+        assert value == {"a": raw if "integer" not in str(schema) or raw == "true" else json.loads(raw)}
+
+
+def test_circles_and_many_references_name_what_they_can():
+    deep = {f"A{i}": {"allOf": [{"$ref": f"#/$defs/A{i + 1}"}] * 8} for i in range(60)} | {"A60": {"type": "string"}}
+    chained = {f"B{i}": {"$ref": f"#/$defs/B{i + 1}"} for i in range(500)}
+    document = {"$defs": {**ENUMS, **deep, **chained}}
+    for name, kinds in (("Circle", {"string"}), ("W", {"string"}), ("A0", set()), ("B0", set()), ("A59", {"string"})):
+        assert named_kinds({"$ref": f"#/$defs/{name}"}, document) == kinds, name
+    error = refusal(
+        lambda: constraints("longcat_xml").grammar(forced(tool({"properties": {"a": CIRCLE}, "$defs": ENUMS})), PLAIN)
+    )
+    assert (error.code, error.param) == ("unsupported_parameter", f"{PARAMETERS}.$defs.Circle.anyOf[0].$ref")
 
 
 def test_the_tool_that_the_library_refuses_is_found():

@@ -3,6 +3,7 @@
 # ruff: noqa: E501, SIM905 - tables
 
 import json
+import time
 
 import pytest
 
@@ -61,6 +62,58 @@ def test_what_is_json():
     assert decode_body(b'{"a": ' + b"[" * 63 + b"]" * 63 + b"}")
     assert decode_body(b'{"a": 1, "a": 2}') == {"a": 2}
     assert decode_body(json.dumps({"a": "[" * 500}).encode()) == {"a": "[" * 500}
+
+
+MANY = b'{"messages": [{"role": "user", "content": "hi"}], "x": [%s]}'
+
+
+@pytest.mark.parametrize(
+    "raw,what",
+    [
+        (MANY % (b"[]," * (10 << 20) + b"[]"), "10485765 arrays and objects, at most 131072"),
+        (MANY % (b"{}," * 140_000 + b"{}"), "arrays and objects, at most 131072"),
+        (MANY % (b"[{" + b",".join(b'"k%d":1' % i for i in range(270_000)) + b"}]"), "270004 keys, at most 262144"),
+        (MANY % (b'"\\\\",' * (3 << 20) + b"1"), "strings, at most"),
+        (MANY % (b"1," * (3 << 20) + b"1"), "values, at most 2097152"),
+        (MANY % (b'"\\"[",' + b'"\\\\",[],' * 140_000 + b"1"), "140004 arrays and objects"),
+    ],
+    ids=["arrays", "objects", "keys", "strings", "values", "between-strings"],
+)
+def test_what_would_take_long_to_read_is_refused_before(monkeypatch, raw, what):
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was read"))
+    begun = time.process_time()
+    status, code, param, message = refusal(lambda: decode_body(raw))
+    assert (status, code, param) == (400, "invalid_json", None) and what in message
+    assert time.process_time() - begun < 1  # 0.16 s of the 6 that reading the first took
+
+
+def test_what_is_read_of_all_calls_together_is_limited():
+    text = json.dumps({"a": [[]] * 30_000})
+    calls = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}] * 6
+    assert len(chat(messages=[USER, *calls[:5]]).messages) == 6
+    refused = refusal(chat, messages=[USER, *calls])
+    assert refused[:3] == (400, "invalid_value", "messages[6].tool_calls[0].function.arguments")
+    assert "150010 arrays and objects, at most 131072" in refused[3]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": list(range(1_000_000))},
+        {"prompt": 'if (a[i], {b: [1, 2]}) \\ " \\" :' * 300_000},
+        {"prompt": '\\"[[[{{{:::,,,' * 300_000 + "\\"},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "[], {}: ,"}] * 3}] * 20_000},
+    ],
+    ids=["ids", "source", "troubled", "messages"],
+)
+def test_what_is_long_and_not_much_is_read(body):
+    assert decode_body(json.dumps(body, ensure_ascii=False).encode()) == body
+
+
+def test_a_message_shows_the_beginning_of_a_long_value():
+    begun = time.process_time()
+    assert refusal(chat, echo=[[1.5]] * 1_000_000)[3].startswith("echo = [[1.5], [1.5], ")
+    assert time.process_time() - begun < 0.5
 
 
 NUMBERS = [

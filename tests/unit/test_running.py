@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,11 @@ import httpx
 import pytest
 
 from longcat_pd.engine.request import Delta, Request, TokenOutput
-from longcat_pd.errors import Overloaded
+from longcat_pd.errors import LongcatError, Overloaded, WorkerUnavailable
+from longcat_pd.server.face import Face
+from longcat_pd.server.gate import Gate
+from longcat_pd.server.openai import ChatBody
+from longcat_pd.server.text import TextProcessor
 from tests.unit.fake_service import EOS, LEG, TRANSFER, FakeService, events_of, folded, make_app, plays, write_folder
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -184,3 +191,101 @@ async def test_one_that_is_refused_fails_all_of_them(folder: str) -> None:
     answer = await task
     assert b"overloaded" in answer.content and b"[DONE]" not in answer.content
     assert len(service.doors) == 3 and service.num_running == 0
+
+
+@pytest.mark.parametrize("end", ["deadline", "cut"])
+async def test_what_ends_a_request_is_heard_while_a_grammar_is_made(folder: str, end: str) -> None:
+    go_on, gate = threading.Event(), Gate()
+    text, service = TextProcessor.load(folder), FakeService(folder, says_who)
+    face = Face(service, text, gate=gate, check_grammar=lambda _: "" if go_on.wait(9) else "late")
+    fields = {"prompt": "once", "response_format": {"type": "json_object"}}
+    bodies = [face.read(COMPLETIONS, dict(fields)) for _ in range(2)]
+    asking = [
+        asyncio.ensure_future(face.answer(body, face.call(f"r{i}", 0.2 if end == "deadline" else 60)))
+        for i, body in enumerate(bodies)  # one in its turn and one behind it
+    ]
+    try:
+        if end == "cut":
+            await asyncio.sleep(0.05)
+            assert gate.cut(WorkerUnavailable("over", code="draining")) == 2
+        done, waiting = await asyncio.wait(asking, timeout=5)
+        assert not waiting and not go_on.is_set() and gate.num_open == 0
+        wanted = {"deadline": "deadline_exceeded", "cut": "draining"}[end]
+        assert [error.code for error in (one.exception() for one in done) if isinstance(error, LongcatError)] == [
+            wanted
+        ] * 2
+    finally:
+        go_on.set()
+    assert not service.requests
+
+
+async def test_whoever_leaves_while_a_grammar_is_made_leaves_its_thread_its_turn(folder: str) -> None:
+    """Or many that leave would fill the threads, which encode prompts too."""
+    go_on, text, service = threading.Event(), TextProcessor.load(folder), FakeService(folder, says_who)
+    making: list[str] = []
+
+    def check(grammar: str) -> str:
+        making.append(grammar)
+        return "" if go_on.wait(9) else "late"
+
+    face = Face(service, text, check_grammar=check)
+    body = face.read(COMPLETIONS, {"prompt": "once", "response_format": {"type": "json_object"}})
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(2) as threads:
+        loop.set_default_executor(threads)
+        try:
+            for _ in range(4):
+                asking = asyncio.ensure_future(face.answer(body, face.call("r", 60)))
+                await asyncio.wait([asking], timeout=0.1)
+                asking.cancel()
+                await asyncio.wait([asking], timeout=5)
+            assert len(making) == 1
+            assert len(await asyncio.wait_for(face.encoded.encode_text("x" * 5000), 5)) > 0
+        finally:
+            go_on.set()
+        assert (await asyncio.wait_for(face.answer(body, face.call("r", 60)), 9))["choices"]
+    assert len(making) == 2
+
+
+BIG = "x " * 5000
+CALLS = [{"id": "a", "function": {"name": "f", "arguments": json.dumps({"x": BIG})}}]
+ANSWERED = {"role": "tool", "tool_call_id": "a", "content": "ok"}
+HI = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    "fields,is_long",
+    [
+        ({"messages": [HI, HI]}, False),
+        ({"messages": [{"role": "user", "content": BIG}]}, True),
+        ({"messages": [{"role": "assistant", "content": "a", "reasoning_content": BIG}, HI]}, True),
+        ({"messages": [{"role": "assistant", "tool_calls": CALLS}, ANSWERED]}, True),
+        ({"messages": [HI], "tools": [{"type": "function", "function": {"name": "f", "description": BIG}}]}, True),
+        ({"messages": [HI], "tools": [{"type": "function", "function": {"name": "f", "parameters": {BIG: [1]}}}]}, True),
+        ({"messages": [{"role": "user", "content": ""}] * 3000}, True),
+        ({"messages": [HI], "chat_template_kwargs": {"x": [[]] * 3000}}, True),
+    ],
+    ids=["short", "content", "reasoning", "arguments", "description", "parameters", "messages", "kwargs"],
+)
+async def test_whatever_is_long_in_a_conversation_is_encoded_in_a_thread(
+    folder: str, fields: dict[str, Any], is_long: bool
+) -> None:
+    face = Face(FakeService(folder, says_who), TextProcessor.load(folder))
+    threads = []
+    encoded = face.encoded
+    encoded._text = EncodesNothing(threads)  # type: ignore[assignment]
+    body = face.read(CHAT, fields)
+    assert isinstance(body, ChatBody)
+    await encoded.encode_chat(body)
+    assert [thread is not threading.main_thread() for thread in threads] == [is_long]
+
+
+class EncodesNothing:
+    """Notes who asks."""
+
+    def __init__(self, threads: list[threading.Thread]) -> None:
+        self._threads = threads
+
+    def encode_chat(self, *_: Any) -> list[int]:
+        self._threads.append(threading.current_thread())
+        return [1]
