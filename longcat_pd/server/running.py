@@ -7,7 +7,7 @@ closes what is open in the service. Does not know what an answer looks like.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,17 +40,22 @@ class _Begun:
 class _Choices:
     """The requests of one body. Each is made when the one before it has room: a body has one place in every line, however
     many choices it has, so that nobody waits behind all of them, and a line is never full of one body.
+
+    The first one opens the prompts, as part of its source: what ends a request ends also the wait for that.
     """
 
-    def __init__(self, body: Body, request_of: RequestOf) -> None:
+    def __init__(self, body: Body, open_prompts: Callable[[], Awaitable[RequestOf]]) -> None:
         self.body = body
-        self._request_of = request_of
+        self._open_prompts = open_prompts
+        self._request_of: RequestOf | None = None
         self._turns = [asyncio.Event() for _ in range(body.num_choices + 1)]
         self._turns[0].set()
 
     async def begin(self, index: int) -> _Begun:
         """Raises LongcatError."""
         await self._turns[index].wait()
+        if self._request_of is None:
+            self._request_of = await self._open_prompts()
         request = await self._request_of(index)
         return _Begun(index, replace(request, on_room=self._turns[index + 1].set, is_patient=index > 0))
 
@@ -103,7 +108,7 @@ class Running:
         num_tokens: dict[int, int] = {}
         num_said = len(call.said_token_ids)
         with self._gate.enter() as cuts, self._journal.request(call) as record:
-            choices = await self._opened(body, call, prompts, cuts=cuts, record=record)
+            choices = _Choices(body, partial(prompts.open, body, call))
             sources = [self._choice(choices, index, call, record=record) for index in range(body.num_choices)]
             async with aclosing(self._merged(sources, call, cuts=cuts, record=record)) as items:
                 async for item in items:
@@ -120,7 +125,7 @@ class Running:
     async def hand_over(self, body: Body, call: Call, prompts: PromptSource) -> Record:
         """Prefill all choices and wait until their hand-overs are acknowledged. Raises LongcatError."""
         with self._gate.enter() as cuts, self._journal.request(call) as record:
-            choices = await self._opened(body, call, prompts, cuts=cuts, record=record)
+            choices = _Choices(body, partial(prompts.open, body, call))
             sources = [self._hand_over(choices, index) for index in range(body.num_choices)]
             async with aclosing(self._merged(sources, call, cuts=cuts, record=record)) as items:
                 async for item in items:
@@ -128,16 +133,6 @@ class Running:
                         record.prompts.begin(item.index // body.n, item.request)
             record.finish = "stop"
         return record
-
-    async def _opened(self, body: Body, call: Call, prompts: PromptSource, *, cuts: list[Cut], record: Record) -> _Choices:
-        """The choices, once the prompt is there: what ends a request ends also the wait for that. Raises LongcatError."""
-
-        async def opening() -> AsyncGenerator[_Choices, None]:
-            yield _Choices(body, await prompts.open(body, call))
-
-        async with aclosing(self._merged([opening()], call, cuts=cuts, record=record)) as opened:
-            (choices,) = [choices async for choices in opened]
-        return choices
 
     def _merged(
         self, sources: list[AsyncGenerator[T, None]], call: Call, *, cuts: list[Cut], record: Record
