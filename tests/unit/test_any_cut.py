@@ -324,7 +324,7 @@ def put_together(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         whole["text"] = "".join(c["text"] for c in choices)
     else:
         assert choices[0]["delta"] == {"role": "assistant", "content": ""} and choices[-1]["delta"] == {}
-        content, reasoning, calls = joined([c["delta"] for c in choices[1:-1]])
+        content, reasoning, calls = joined([c["delta"] for c in choices[1:-1] if c["delta"]])
         functions = [{"type": "function", "function": {"name": name, "arguments": text}} for name, text in calls]
         whole["message"] = {
             "role": "assistant",
