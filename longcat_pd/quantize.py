@@ -2,13 +2,16 @@
 
 Every shard of the source becomes one of the same name, written under another name and renamed when it is complete; index
 and config.json come last, so an unfinished folder is no checkpoint. A run that was ended goes on where it was: a journal in
-the folder has a checksum of every finished shard, and the journal's first line says what of. Holds one tensor at a time;
-tensors that stay as they are pass through in pieces. Knows nothing of modules, and of names only which can be int8.
+the folder has a checksum of every finished shard, and the journal's first line says what of. One run at a time writes a
+folder, as drafts have one name. Holds one tensor at a time; tensors that stay as they are pass through in pieces. Knows
+nothing of modules, and of names only which can be int8.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -38,6 +41,7 @@ from longcat_pd.models.checkpoint import (
 from longcat_pd.models.tensor_names import SCALE, WEIGHT, can_be_int8
 
 JOURNAL = ".quantize.journal"
+LOCK = ".quantize.lock"
 PIECE_BYTES = 4 << 20
 SPARE_BYTES = 64 << 20  # left free beside what is written
 ITEM_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, INT8: 1}
@@ -64,13 +68,20 @@ def quantize(source: Path, target: Path) -> None:
 
     Raises:
         ConfigError: the source is no checkpoint, is damaged or quantised already; the target is another thing or too little
-            room is left.
+            room is left; another run is at work on the target.
     """
     checkpoint = open_checkpoint(source)
     fields = _config_of(source)
     _refuse_overlap(source, target)
     plans = [_plan(checkpoint, shard) for shard in checkpoint.shards]
     _refuse_quantised(checkpoint, fields, plans)
+    _refuse_foreign(target)
+    with _alone(target):
+        _finish(checkpoint, target, plans=plans, fields=fields)
+
+
+def _finish(checkpoint: Checkpoint, target: Path, *, plans: Sequence[Target], fields: Mapping[str, Any]) -> None:
+    source = checkpoint.path
     finished = _open_journal(target, checkpoint_digest(source))
     done = {plan.name for plan in plans if _is_finished(target / plan.name, plan, finished.get(plan.name))}
     others = [path for path in _other_files(source, checkpoint) if not _is_copy(path, target / path.relative_to(source))]
@@ -85,7 +96,7 @@ def quantize(source: Path, target: Path) -> None:
         _copy(path, target / path.relative_to(source))
     if (source / INDEX_FILE).is_file():
         _write_text(target / INDEX_FILE, _json(_index_of(plans)))
-    _write_text(target / CONFIG_FILE, _json(fields | {SECTION: int8_section(_kept_modules(plans))}))
+    _write_text(target / CONFIG_FILE, _json({**fields, SECTION: int8_section(_kept_modules(plans))}))
     (target / JOURNAL).unlink()
 
 
@@ -157,12 +168,42 @@ def _refuse_overlap(source: Path, target: Path) -> None:
         raise ConfigError(f"{target} and {source} lie in each other; choose another folder", param="target")
 
 
+def _refuse_foreign(target: Path) -> None:
+    """What was there before must be unfinished work of this tool, or nothing."""
+    journal = target / JOURNAL
+    ours = {_draft_of(journal), target / LOCK}
+    if target.exists() and not (target.is_dir() and (journal.is_file() or {*target.iterdir()} <= ours)):
+        raise ConfigError(f"{target} exists already and is no unfinished work of this tool", param="target")
+
+
+@contextlib.contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Make the folder and keep other runs out of it. Raises ConfigError if one is at work there.
+
+    The file that is locked goes when the work ends; who opened it before that, and locks it behind it, is refused too.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    path = target / LOCK
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = os.path.samestat(os.fstat(lock.fileno()), path.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_ours = False
+        if not is_ours:
+            raise ConfigError(
+                f"{target}: another run is at work there; wait for it, or choose another folder", param="target"
+            )
+        try:
+            yield
+        finally:
+            path.unlink()
+
+
 def _open_journal(target: Path, digest: str) -> dict[str, str]:
     """Checksums of the finished shards. A new folder gets a journal; any other must have one of the same source."""
     path = target / JOURNAL
-    if target.exists() and not (target.is_dir() and (path.is_file() or {*target.iterdir()} <= {_draft_of(path)})):
-        raise ConfigError(f"{target} exists already and is no unfinished work of this tool", param="target")
-    target.mkdir(parents=True, exist_ok=True)
+    _refuse_foreign(target)  # what another run has finished since
     notes = list(_notes(path)) or [{"source": digest}]
     if notes[0].get("source") != digest:
         raise ConfigError(f"{target} was begun from another checkpoint or from other contents of it", param="target")
