@@ -5,10 +5,12 @@ Ends what it began unless it is told to keep it: also when whoever gave the job 
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from longcat_pd.cluster import agent_checks
@@ -26,6 +28,19 @@ LOOK_S = 0.5  # between two looks at /ready and the logs; the end of a process i
 FAILED_DRAIN_S = 5.0  # what never served has nothing to finish
 LAST_LINES = 25
 _TREE = Path(__file__).parents[2]
+
+# The environment is kept while setup files are sourced, which may want it otherwise, or show what they do.
+_SHELL = """\
+longcat_pd_command=("$@") longcat_pd_env=()
+while IFS= read -r -d '' pair; do longcat_pd_env+=("$pair"); done
+exec </dev/null
+set --
+{sourced}
+{{ set +xv; }} 2>/dev/null
+for pair in ${{longcat_pd_env[@]+"${{longcat_pd_env[@]}}"}}; do export "$pair" || exit 2; done
+unset pair
+exec "${{longcat_pd_command[@]}}"
+"""
 
 Say = Callable[[Event], None]
 
@@ -76,7 +91,9 @@ def _launch_all(job: Job, folder: RunFolder, *, children: Children, say: Say) ->
     )
     for service in job.services:
         log = Path(job.logs) / f"{service.name}.log"
-        process = children.launch(service.name, _command(service, job, folder), log=log, ready_url=service.url)
+        command = _command(service, job, folder)
+        with _environment(service) as stdin:
+            process = children.launch(service.name, command, log=log, ready_url=service.url, stdin=stdin)
         state = State(**{**vars(state), "processes": (*state.processes, process)})
         folder.add(state)
         say(Event(started=Started(service=process.name, pid=process.pid, log=process.log)))
@@ -84,14 +101,20 @@ def _launch_all(job: Job, folder: RunFolder, *, children: Children, say: Say) ->
 
 
 def _command(service: Service, job: Job, folder: RunFolder) -> list[str]:
-    """The service with its environment, which is laid over that of the setup files."""
-    command = [sys.executable, *service.arguments, "--config", str(folder.config)]
-    command = ["env", *(f"{key}={value}" for key, value in service.env.items()), *command]
-    if not job.setup_files:
-        return command
+    """The service, once a shell has laid its environment, which comes on standard input, over that of the setup files."""
     sourced = (f"source {name} || {{ echo error: {name} failed; exit 2; }}" for name in map(shlex.quote, job.setup_files))
-    script = "\n".join(['command=("$@")', "set --", *sourced, 'exec "${command[@]}"'])
-    return ["bash", "-c", script, "bash", *command]
+    script = _SHELL.format(sourced="\n".join(sourced))
+    return ["bash", "-c", script, "bash", sys.executable, *service.arguments, "--config", str(folder.config)]
+
+
+@contextlib.contextmanager
+def _environment(service: Service) -> Iterator[int]:
+    """A file of its NAME=VALUE, which no folder has. Command lines are seen by every user, and what is given may be secret."""
+    with os.fdopen(os.memfd_create("environment"), "wb") as file:
+        file.write(b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in service.env.items()))
+        file.flush()
+        file.seek(0)
+        yield file.fileno()
 
 
 def _is_kept(state: State, children: Children, *, orders: Orders, say: Say) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longcat_pd.cluster.jobs import Job, LogQuery
+from longcat_pd.cluster.record import write_private
 from longcat_pd.cluster.shell import LocalShell, SshShell, is_this_machine
 from longcat_pd.config.checks import pools
 from longcat_pd.config.node_checks import is_everywhere
@@ -68,9 +69,7 @@ class Memory:
         """Remember, whole or not at all. Raises ConfigError if that cannot be."""
         with self._refused():
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            new = self._file.with_suffix(".new")
-            new.write_text(text, encoding="utf-8")
-            new.replace(self._file)
+            write_private(self._file, text)
 
     def clear(self) -> None:
         """Nothing of it runs any more. Raises ConfigError if it cannot be forgotten."""

@@ -75,8 +75,10 @@ class Children:
     def __init__(self) -> None:
         self._handles: dict[Process, subprocess.Popen[bytes]] = {}
 
-    def launch(self, name: str, command: Sequence[str], *, log: Path, ready_url: str) -> Process:
-        """Start a command in a session of its own, all output into a new file ``log``.
+    def launch(
+        self, name: str, command: Sequence[str], *, log: Path, ready_url: str, stdin: int = subprocess.DEVNULL
+    ) -> Process:
+        """Start a command in a session of its own, all output into a new file ``log``, ``stdin`` as its standard input.
 
         The one before stays, as ``….log.1``: who starts again after a crash still wants to know why.
         """
@@ -84,7 +86,7 @@ class Children:
             log.replace(f"{log}.1")
         with log.open("wb") as output:
             handle = subprocess.Popen(
-                list(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                list(command), stdin=stdin, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
         found = _look(handle.pid)
         assert found is not None, "a child that was not waited for is in /proc, dead or alive"

@@ -77,18 +77,15 @@ class RunFolder:
             return State(**data, ports=ports, processes=processes)
         except FileNotFoundError:
             return None
+        except PermissionError as error:
+            raise ConfigError(f"{self._file}: the record of what runs is another user's: {error.strerror}") from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             text = "is damaged, or of another version: end by hand what it names, then remove it"
             raise ConfigError(f"{self._file}: the record of what runs {text} ({error})") from error
 
     def write(self, state: State) -> None:
         """Record it, whole or not at all, whatever becomes of the machine."""
-        new = self._file.with_suffix(".new")
-        with new.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(dataclasses.asdict(state), indent=1))
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self._file)
+        write_private(self._file, json.dumps(dataclasses.asdict(state), indent=1))
 
     def others(self) -> list[State]:
         """The other clusters of the same root that have processes alive, as far as their records can be read."""
@@ -120,6 +117,20 @@ class RunFolder:
     def clear(self) -> None:
         """Nothing is running any more."""
         self._file.unlink(missing_ok=True)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file whole or not at all, whatever becomes of the machine; nobody but its owner reads it.
+
+    A configuration's ``env`` may hold what is secret.
+    """
+    new = path.with_suffix(".new")
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        os.fchmod(file.fileno(), 0o600)  # one that was left behind may have another mode
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
 
 
 def last_lines(log: str | Path, count: int) -> Sequence[str]:

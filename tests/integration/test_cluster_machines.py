@@ -337,13 +337,27 @@ def test_addresses_that_mean_another_machine_to_others(rig: Rig) -> None:
 
 def test_setup_files_are_sourced_and_the_environment_is_laid_over(rig: Rig) -> None:
     file = rig.folder / "set_env.sh"
-    file.write_text("export FROM_FILE=yes OF_BOTH=file; test $# -eq 0")
+    script = ["export FROM_FILE=yes OF_BOTH=file", f"cat /proc/$$/cmdline >>{rig.folder}/seen", "set -xu", "test $# -eq 0"]
+    file.write_text("\n".join(script))
+    value = "api-key=SE$(echo C)RET 'a\"\n b"
     rig.tree["hosts"]["setup_files"] = [str(file)]
-    rig.tree["env"] = {"OF_BOTH": "env"}
+    rig.tree["env"] = {"OF_BOTH": value}
     rig.scripts["p0"] = f"import os; print([os.environ[k] for k in ('FROM_FILE', 'OF_BOTH')], flush=True)\n{CLEAN}"
     assert rig("start") == 0, rig.err
-    assert "['yes', 'env']" in (rig.run_folder(P0).path / "p0.log").read_text()
+    log = (rig.run_folder(P0).path / "p0.log").read_text()
+    assert str(["yes", value]) in log and log.count("api-key") == 1, "neither has the trace of the shell shown it"
+    seen = (rig.folder / "seen").read_bytes()
+    assert b"--config\0" in seen and b"api-key" not in seen
+    kept = [*rig.run_folder(P0).path.glob("*.[yj]*"), *(rig.folder / ".run" / "small").glob("*.yaml")]
+    assert sorted(path.name for path in kept) == ["cluster.yaml", "started.yaml", "state.json"]
+    assert [path for path in kept if path.stat().st_mode & 0o077] == []
     assert rig("stop") == 0
+
+
+def test_a_name_that_no_shell_hands_on_is_told(rig: Rig) -> None:
+    rig.tree["env"] = {"a.b": "SECRET"}
+    assert rig("start") == 2
+    assert "env.a.b: letters, digits and _ make a name" in rig.err and "SECRET" not in rig.err
 
 
 def test_a_service_that_ends_names_its_machine_and_ends_all_others(rig: Rig) -> None:

@@ -77,8 +77,11 @@ files() {
   find . \( -name .venv -o -name __pycache__ -o -name '*.egg-info' -o -path ./.release \) -prune -o "$@"
 }
 
-# Whether a run record names the release.
+# Whether a run record names the release, or one that only another user may read could.
 in_use() {
+  for record in "$path"/run/*/state.json; do
+    [ ! -e "$record" ] || [ -r "$record" ] || return 0
+  done
   grep -qsF "releases/$1" "$path"/run/*/state.json
 }
 
