@@ -6,8 +6,11 @@ Finds a process by the port that it listens on, so that a stopped one is found t
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import signal
-from collections.abc import Iterator, Mapping
+import socket
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -21,6 +24,7 @@ SIGNALS: Mapping[str, signal.Signals] = MappingProxyType(
     {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "cont": signal.SIGCONT}
 )
 _LISTENS = "0A"
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class _Process(NamedTuple):
@@ -61,15 +65,40 @@ def ranks_of(driver: int) -> list[int]:
 
 
 def _listening_sockets(host: str, port: int) -> Iterator[str]:
-    """Inodes. An address of IPv6 is taken by its port alone."""
-    words = [f"{int(part):02X}" for part in host.split(".")] if host.count(".") == 3 else []
-    addresses = ("00000000", "".join(reversed(words)) or "0100007F")
-    for name in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{name}").read_text(encoding="ascii").splitlines()[1:]:
+    """Inodes of sockets that take what is sent to an address, or to any that a name of this machine means."""
+    wanted = set(_addresses_of(host))
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        for line in table.read_text(encoding="ascii").splitlines()[1:] if table.is_file() else ():
             fields = line.split()
             address, _, number = fields[1].partition(":")
-            if fields[3] == _LISTENS and int(number, 16) == port and (name == "tcp6" or address in addresses):
+            if fields[3] == _LISTENS and int(number, 16) == port and _takes(_address(address), wanted):
                 yield fields[9]
+
+
+def _addresses_of(host: str) -> Iterator[_Address]:
+    """Nothing for a name that means nothing."""
+    with contextlib.suppress(OSError, UnicodeError):
+        for *_, place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            yield _plain(ipaddress.ip_address(str(place[0]).partition("%")[0]))
+
+
+def _address(words: str) -> _Address:
+    """As /proc/net has it: words of 32 bits, each as this machine stores it."""
+    parts = [int(words[place : place + 8], 16).to_bytes(4, sys.byteorder) for place in range(0, len(words), 8)]
+    return _plain(ipaddress.ip_address(b"".join(parts)))
+
+
+def _plain(address: _Address) -> _Address:
+    """An address of IPv4 inside of one of IPv6 as what it is."""
+    return (isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped) or address
+
+
+def _takes(listening: _Address, wanted: Iterable[_Address]) -> bool:
+    """Sockets of ``::`` take IPv4 too, those of 0.0.0.0 nothing else."""
+    return any(
+        listening == address or (listening.is_unspecified and (listening.version == 6 or address.version == 4))
+        for address in wanted
+    )
 
 
 def _processes() -> Iterator[_Process]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -100,3 +101,32 @@ def test_who_is_not_there_is_named(cluster: tuple[Path, int, list[int]], capsys:
     assert command.main(["kill", "--instance", "d0"]) == 2
     assert "needs --config and --instance" in capsys.readouterr().err
     assert listener_at("127.0.0.9", int(path.read_text().split('"http_port": ')[-1].split("}")[0])) is None
+
+
+@pytest.mark.parametrize(
+    ("listens", "host", "is_it"),
+    [
+        ("::1", "127.0.0.1", False),
+        ("::1", "::1", True),
+        ("::", "127.0.0.1", True),
+        ("::", "::1", True),
+        ("::ffff:127.0.0.1", "127.0.0.1", True),
+        ("127.0.0.1", "127.0.0.1", True),
+        ("127.0.0.1", "127.0.0.2", False),
+        ("127.0.0.1", "::1", False),
+        ("0.0.0.0", "127.0.0.2", True),
+        ("0.0.0.0", "::1", False),
+        ("127.0.0.1", "localhost", True),
+        ("127.0.0.1", "a.b.c.invalid", False),
+    ],
+)
+def test_who_listens_at_another_address_is_left_alone(listens: str, host: str, is_it: bool) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in listens else socket.AF_INET) as listener:
+        if listener.family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            listener.bind((listens, 0))
+        except OSError:
+            pytest.skip(f"this machine has no {listens}")
+        listener.listen()
+        assert (listener_at(host, listener.getsockname()[1]) is not None) == is_it
