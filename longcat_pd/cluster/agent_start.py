@@ -109,7 +109,7 @@ def _command(service: Service, job: Job, folder: RunFolder) -> list[str]:
 
 @contextlib.contextmanager
 def _environment(service: Service) -> Iterator[int]:
-    """A file of its NAME=VALUE, which no folder has. Command lines are seen by every user, and what is given may be secret."""
+    """A file of its NAME=VALUE, which no folder has: every user sees command lines, and what is given may be secret."""
     with os.fdopen(os.memfd_create("environment"), "wb") as file:
         file.write(b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in service.env.items()))
         file.flush()
