@@ -15,7 +15,8 @@ from longcat_pd.log import logger
 
 
 def read_keys(path: str) -> tuple[bytes, ...]:
-    """The keys of a file, the first one first. Raises ConfigError: not readable, or without a key."""
+    """The keys of a file, the first one first. Raises ConfigError: not readable, without a key, or with one that no header
+    can hold, which then nobody could show; the text of the error does not have it."""
     try:
         lines = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
     except OSError as error:
@@ -23,6 +24,10 @@ def read_keys(path: str) -> tuple[bytes, ...]:
     keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:
         raise ConfigError(f"key file {path} holds no key")
+    for number, key in enumerate(keys, 1):
+        if any((byte < 0x20 and byte != 0x09) or byte == 0x7F for byte in key):
+            text = "holds a control character, as in a file that is no plain text"
+            raise ConfigError(f"key file {path}: key {number} of {len(keys)} {text}")
     return keys
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from longcat_pd.fault import command
 from longcat_pd.faults import SWITCHES
+from longcat_pd.top import command as top
 
 
 class Asked:
@@ -134,3 +135,14 @@ def test_a_relay_says_where_it_listens_and_starts_without_torch() -> None:
         finally:
             relay.kill()  # nothing where it has ended; else leaving this block would wait for it for ever
     assert line.startswith("127.0.0.1:") and line.endswith(" to 127.0.0.1:9\n")
+
+
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Against a network where none is: nothing is asked at all."""
+    file = tmp_path / "key"
+    for content in ("chief-of-all".encode("utf-16"), b"guest\nchief\0-of-all", b"chief\x7f-of-all"):
+        file.write_bytes(content)
+        for main, words in ((command.main, ["list"]), (top.main, ["http://127.0.0.1:1", "--once"])):
+            assert main([*words, "--key-file", str(file)]) == 2
+            said = capsys.readouterr().err
+            assert "holds a control character" in said and "chief" not in said.replace("\0", "").replace("\\x00", "")
