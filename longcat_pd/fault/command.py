@@ -86,7 +86,7 @@ def _tell_cluster(options: argparse.Namespace) -> int:
         told |= {"name": options.verb, **given}
         if options.instance is None:
             raise ConfigError("--instance is needed: whose fault it is")
-    url = balancer_url(unresolved(options.config)) if options.config is not None else options.url
+    url = balancer_url(unresolved(options.config)) if options.config is not None else options.url.rstrip("/")
     key = {} if options.key_file is None else {b"authorization": b"Bearer " + read_keys(options.key_file)[0]}
     try:
         answer = httpx.post(f"{url}/admin/fault", json=told, headers=key, timeout=_ANSWER_S, trust_env=False)
@@ -98,14 +98,21 @@ def _tell_cluster(options: argparse.Namespace) -> int:
         if answer.status_code == httpx.codes.NOT_FOUND:
             sys.stderr.write("a cluster has this route if its file says `faults: true`\n")
         return EXIT_FAILED
-    said = answer.json()
+    try:
+        return _show(answer.json())
+    except (ValueError, TypeError, KeyError, AttributeError):
+        sys.stderr.write(f"error: {url} answers with something else than the faults of a cluster\n")
+        return EXIT_FAILED
+
+
+def _show(said: dict[str, Any]) -> int:
+    """What each instance has set, once all of it was understood. Raises what a foreign answer leads to."""
     instances: dict[str, Any] = said["instances"] if "instances" in said else {said["instance"]: said}
-    for name, each in instances.items():
-        if "error" in each:
-            sys.stderr.write(f"error: {name}: {each['error']['message']}\n")
-        else:
-            sys.stdout.write(_lines_of(each))
-    return EXIT_FAILED if any("error" in each for each in instances.values()) else EXIT_OK
+    wrong = "".join(f"error: {name}: {each['error']['message']}\n" for name, each in instances.items() if "error" in each)
+    lines = "".join(_lines_of(each) for each in instances.values() if "error" not in each)
+    sys.stderr.write(wrong)
+    sys.stdout.write(lines)
+    return EXIT_FAILED if wrong else EXIT_OK
 
 
 def _lines_of(said: dict[str, Any]) -> str:

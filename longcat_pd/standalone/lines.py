@@ -5,6 +5,7 @@ Owns the file and the life of the engine.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
@@ -24,7 +25,7 @@ from longcat_pd.standalone.start import ShownStart
 def read_lines(path: str) -> list[tuple[int, bytes]]:
     """The lines that are not empty, with their numbers in the file. Raises ConfigError."""
     try:
-        numbered = enumerate(Path(path).read_bytes().splitlines(), start=1)
+        numbered = enumerate(Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).splitlines(), start=1)
         return [(number, line) for number, line in numbered if line.strip()]
     except OSError as error:
         raise ConfigError(f"--input {path}: {error.strerror}") from error

@@ -82,6 +82,24 @@ def test_an_instance_that_is_gone_is_named_beside_the_others(asked: Asked, capsy
     assert capsys.readouterr() == ("d0       -\n", "error: p0: connection refused\n")
 
 
+def test_an_address_with_a_slash_and_an_answer_of_somebody_else(
+    asked: Asked, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command.main(["--url", "http://h:1/", "list"]) == 0
+    assert asked.calls[-1][0] == "http://h:1/admin/fault"
+    capsys.readouterr()
+    for answer in ({}, [], "x", 1, {"instances": ["p0"]}, {"instance": "d0", "faults": [1]}, {"instance": "d0"}):
+        asked.answer = (200, answer)
+        assert command.main(["list"]) == 1
+        assert capsys.readouterr() == (
+            "",
+            "error: http://127.0.0.1:8081 answers with something else than the faults of a cluster\n",
+        )
+    monkeypatch.setattr(httpx, "post", lambda *_, **options: httpx.Response(200, text="<html>"))
+    assert command.main(["list"]) == 1
+    assert "something else" in capsys.readouterr().err
+
+
 def test_how_it_ends_when_it_does_not_work(asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked.answer = (404, {"error": {"code": "unknown_route"}})
     assert command.main(["list"]) == 1
