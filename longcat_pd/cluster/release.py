@@ -115,7 +115,7 @@ class NodeCode:
         for place in places:
             folder = self._ask(f"cache {place.removeprefix('~/')}")["folder"][0]
             options = ["--recursive", "--times", "--perms", "--chmod=go-w"]
-            self._rsync(options, source=f"{source}/", target=f"{folder}/")
+            self._rsync(options, source=f"{source.absolute()}/", target=f"{folder}/")
 
     def switch(self, digest: str) -> None:
         """Make a release current at once; "": none is."""
@@ -132,7 +132,7 @@ class NodeCode:
     def _rsync(self, options: Sequence[str], *, source: str, target: str, stdin: bytes = b"") -> str:
         over = []
         if isinstance(self.shell, SshShell):
-            over = [f"--rsh={shlex.join(self.shell.program)}", f"--timeout={_SILENT_S}"]
+            over = ["--protect-args", f"--rsh={shlex.join(self.shell.program)}", f"--timeout={_SILENT_S}"]
             target = f"[{self.shell.node}]:{target}" if ":" in self.shell.node else f"{self.shell.node}:{target}"
         local = LocalShell(node=self.shell.node)
         done = local.run(["rsync", *options, *over, source, target], stdin=stdin, timeout_s=_COPY_S)

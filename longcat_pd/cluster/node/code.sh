@@ -6,6 +6,7 @@
 set -u
 LC_ALL=C
 export LC_ALL
+unset CDPATH
 
 path=$1
 releases=$path/releases
@@ -150,10 +151,14 @@ status=$?
 trap 'rm -rf -- "$work"' EXIT
 trap 'exit 1' HUP INT TERM PIPE
 echo "end=$status"
-while [ "$status" -eq 0 ] && read -r verb rest; do
-  # shellcheck disable=SC2086 # arguments are digests, numbers and paths that were checked to have no spaces
+while [ "$status" -eq 0 ] && IFS= read -r line; do
+  verb=${line%% *}
+  rest=${line#"$verb"}
+  rest=${rest# }
+  # shellcheck disable=SC2086 # arguments are digests and numbers, but for the folder of cache
   case $verb in
-    free | has | manifest | place | switch | prune | cache) ("$verb" $rest) 2>&1 ;;
+    cache) (cache "$rest") 2>&1 ;;
+    free | has | manifest | place | switch | prune) ("$verb" $rest) 2>&1 ;;
     *) false ;;
   esac
   echo "end=$?"

@@ -6,6 +6,7 @@ set -u
 LC_ALL=C
 PATH=$PATH:/usr/local/sbin:/usr/local/bin:/usr/sbin:/sbin:/usr/local/Ascend/driver/tools # where npu-smi and hccn_tool are
 export LC_ALL PATH
+unset CDPATH
 
 path=$1
 python=$2
