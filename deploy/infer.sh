@@ -7,21 +7,30 @@ set -euo pipefail
 # shellcheck source=deploy/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 
-tiny() { # VARIANT: a small random checkpoint, unless it is there
-  local path="$root/.run/models/tiny-$1"
-  if [[ ! -f "$path/config.json" ]]; then
+models="$root/.run/models"
+
+made() { # PATH NAME COMMAND…: a checkpoint, unless it is there
+  if [[ ! -f "$1/config.json" ]]; then
     mkdir -p "$root/.run"
-    step "$root/.run/making.log" "making a small random checkpoint in $path (once)" \
-      "$venv/bin/python" -m longcat_pd.tiny --variant "$1" --out "$path"
+    one_at_a_time "$root/.run/making.lock" make_one "$@"
   fi
+}
+
+make_one() {
+  if [[ ! -f "$1/config.json" ]]; then # the one that was waited for may have made it
+    step "$root/.run/making.log" "${@:2}"
+  fi
+}
+
+tiny() { # VARIANT: small, with random weights
+  made "$models/tiny-$1" "making a small random checkpoint in $models/tiny-$1 (once)" \
+    "$venv/bin/python" -m longcat_pd.tiny --variant "$1" --out "$models/tiny-$1"
 }
 
 in_int8() { # VARIANT: the same with int8 MLPs and experts
   tiny "$1"
-  if [[ ! -f "$root/.run/models/tiny-$1-w8a8/config.json" ]]; then
-    step "$root/.run/making.log" "making its int8 twin (once)" \
-      "$venv/bin/python" -m longcat_pd.quantize "$root/.run/models/tiny-$1" "$root/.run/models/tiny-$1-w8a8"
-  fi
+  made "$models/tiny-$1-w8a8" "making its int8 twin (once)" \
+    "$venv/bin/python" -m longcat_pd.quantize "$models/tiny-$1" "$models/tiny-$1-w8a8"
 }
 
 arguments=()

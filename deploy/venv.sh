@@ -2,6 +2,7 @@
 # Sourced by the scripts beside it: makes .venv at the root of the repository on first use and whenever pyproject.toml has
 # changed. Sets root and venv. Takes extra: which libraries of pyproject.toml are installed besides, "cpu" if it is not set.
 
+unset CDPATH # with it cd prints, or leads elsewhere
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv"
 stamp="$venv/installed-from"
@@ -57,11 +58,30 @@ follow() { # LOG NAME: keeps standard input in LOG, and shows its latest line an
   printf '%s' "$line" >>"$1"
 }
 
+# one_at_a_time LOCK COMMAND…: in a shell of its own, while others with this LOCK wait; where flock is missing nobody does.
+one_at_a_time() {
+  local lock="$1"
+  shift
+  (
+    if command -v flock >/dev/null && ! flock -n 9; then
+      echo "waiting for another one that is at the same ..." >&2
+      flock 9
+    fi
+    "$@"
+  ) 9>"$lock"
+}
+
+is_installed() {
+  [[ -x "$venv/bin/python" && "$(cat "$stamp" 2>/dev/null)" == "$wanted" ]]
+}
+
 install() {
   local python
+  if is_installed; then # by the one that was waited for
+    return
+  fi
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # none yet, or its making was interrupted
     python="$(find_python)"
-    mkdir -p "$venv"
     step "$venv/making.log" "making .venv with $("$python" --version)" "$python" -m venv "$venv"
   fi
   step "$venv/install.log" "installing longcat-pd with its $extra libraries into .venv (some minutes the first time)" \
@@ -70,6 +90,7 @@ install() {
 }
 
 wanted="$(sha256sum "$root/pyproject.toml" | cut -d ' ' -f 1)${extra#cpu}"
-if [[ ! -x "$venv/bin/python" || "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]]; then
-  install
+if ! is_installed; then
+  mkdir -p "$venv"
+  one_at_a_time "$venv/lock" install
 fi
