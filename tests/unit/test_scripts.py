@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# makes what it is asked to, slowly, and notes beginning and end; fails where the checkpoint is there already, as the tool does
+# makes slowly what it is asked to, and notes beginning and end; fails where the checkpoint is there, as the tool does
 PYTHON = """\
 #!/bin/bash
 note() {{ echo "$1" >>{log}; }}
