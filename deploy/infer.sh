@@ -23,14 +23,14 @@ make_one() {
 }
 
 tiny() { # VARIANT: small, with random weights
-  made "$models/tiny-$1" "making a small random checkpoint in $models/tiny-$1 (once)" \
-    "$venv/bin/python" -m longcat_pd.tiny --variant "$1" --out "$models/tiny-$1"
+  module longcat_pd.tiny --variant "$1" --out "$models/tiny-$1"
+  made "$models/tiny-$1" "making a small random checkpoint in $models/tiny-$1 (once)" "${runs[@]}"
 }
 
 in_int8() { # VARIANT: the same with int8 MLPs and experts
   tiny "$1"
-  made "$models/tiny-$1-w8a8" "making its int8 twin (once)" \
-    "$venv/bin/python" -m longcat_pd.quantize "$models/tiny-$1" "$models/tiny-$1-w8a8"
+  module longcat_pd.quantize "$models/tiny-$1" "$models/tiny-$1-w8a8"
+  made "$models/tiny-$1-w8a8" "making its int8 twin (once)" "${runs[@]}"
 }
 
 arguments=()
@@ -56,4 +56,5 @@ for argument in "$@"; do
     arguments+=("$argument")
   fi
 done
-exec "$venv/bin/python" -m longcat_pd.cli infer ${arguments[@]+"${arguments[@]}"}
+module longcat_pd.cli infer ${arguments[@]+"${arguments[@]}"}
+exec "${runs[@]}"

@@ -21,4 +21,5 @@ if [[ -f "$here/hosts.sh" && $# -gt 0 && "$1" != -* ]]; then
   [[ -z "$cluster_key" ]] || settings+=(--cluster-key "$cluster_key")
   [[ -z "$MODEL_PATH" ]] || settings+=(--model-path "$MODEL_PATH")
 fi
-exec "$venv/bin/python" -m longcat_pd.cluster --root "$root" "${@:1:1}" ${settings[@]+"${settings[@]}"} "${@:2}"
+module longcat_pd.cluster --root "$root" "${@:1:1}" ${settings[@]+"${settings[@]}"} "${@:2}"
+exec "${runs[@]}"

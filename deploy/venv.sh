@@ -8,6 +8,16 @@ venv="$root/.venv"
 stamp="$venv/installed-from"
 extra="${extra:-cpu}"
 
+# module NAME ARGUMENT…: sets runs to what runs it, of this tree whatever lies in the current folder. What is started inside
+# inherits -P, which Python has from 3.11 on.
+# shellcheck disable=SC2034 # read by the scripts that source this
+module() {
+  runs=("$venv/bin/python" "$root/longcat_pd/own.py" "$@")
+  if "$venv/bin/python" -P -c '' 2>/dev/null; then
+    runs=("$venv/bin/python" -P "$root/longcat_pd/own.py" "$@")
+  fi
+}
+
 find_python() {
   local candidate
   for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
@@ -80,6 +90,7 @@ install() {
   if is_installed; then # by the one that was waited for
     return
   fi
+  cd "$root" || exit 1 # of a shell of its own; the folder before may hold another pip
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # none yet, or its making was interrupted
     python="$(find_python)"
     step "$venv/making.log" "making .venv with $("$python" --version)" "$python" -m venv "$venv"

@@ -9,10 +9,10 @@ import contextlib
 import http.client
 import os
 import shlex
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from longcat_pd import own
 from longcat_pd.cluster import agent_checks
 from longcat_pd.cluster.agent_stop import end_all
 from longcat_pd.cluster.jobs import Answer, Ended, Event, Found, Gone, Job, Orders, Progress, Started, named
@@ -104,7 +104,7 @@ def _command(service: Service, job: Job, folder: RunFolder) -> list[str]:
     """The service, once a shell has laid its environment, which comes on standard input, over that of the setup files."""
     sourced = (f"source {name} || {{ echo error: {name} failed; exit 2; }}" for name in map(shlex.quote, job.setup_files))
     script = _SHELL.format(sourced="\n".join(sourced))
-    return ["bash", "-c", script, "bash", sys.executable, *service.arguments, "--config", str(folder.config)]
+    return ["bash", "-c", script, "bash", *own.command(*service.arguments), "--config", str(folder.config)]
 
 
 @contextlib.contextmanager

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from longcat_pd import own
 from longcat_pd.cluster.jobs import Job, LogQuery
 from longcat_pd.cluster.record import write_private
 from longcat_pd.cluster.shell import LocalShell, SshShell, is_this_machine
@@ -154,7 +154,7 @@ class Cluster:
         """The command of an agent: this very program, unless the machines have a tree of their own."""
         hosts = self.config.hosts
         if not hosts.path:
-            return [sys.executable, "-m", "longcat_pd.cluster.agent", verb]
+            return own.command("-m", "longcat_pd.cluster.agent", verb)
         return ["sh", "-c", _AGENT, "sh", hosts.path.rstrip("/"), hosts.python, verb]
 
 

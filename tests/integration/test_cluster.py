@@ -83,7 +83,7 @@ real = machines.services
 def services(config):
     for service in real(config):
         port = service.url.rsplit(":", 1)[1]
-        yield dataclasses.replace(service, arguments=("-m", "stand_in_" + service.name, port))
+        yield dataclasses.replace(service, arguments=("stand_in_" + service.name + ".py", port))
 
 machines.services = services
 sys.exit(verbs.main())

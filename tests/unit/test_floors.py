@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "longcat_pd"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 FLOORS = [
-    {"curve"},
+    {"curve", "own"},
     {"kernels", "errors", "log", "metrics", "wire", "clock", "faults", "version", "progress"},
     {"config"},
     {"parallel", "kv_cache"},

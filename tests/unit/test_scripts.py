@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from tests.clone import Clone
 
 ROOT = Path(__file__).parents[2]
 # makes slowly what it is asked to, and notes beginning and end; fails where the checkpoint is there, as the tool does
@@ -94,3 +97,27 @@ def test_a_folder_for_graphs_is_the_one_that_was_named(tmp_path: Path) -> None:
     told = [line.removeprefix("folder=") for line in done.stdout.splitlines() if line.startswith("folder=")]
     assert told == [f"{home}/my  graphs *", f"{home}/my graphs * x"], done.stdout
     assert sorted(path.name for path in home.iterdir()) == ["my  graphs *", "my graphs * x", "sub"]
+
+
+def test_code_of_the_current_folder_is_not_run(tmp_path: Path) -> None:
+    """Another tree, and a module of the name of a library; the current folder stays what it is to paths of options."""
+    clone = Clone(tmp_path / "clone")
+    (tmp_path / "here" / "longcat_pd").mkdir(parents=True)
+    for name in ("longcat_pd/__init__.py", "yaml.py", "runpy.py", "multiprocessing.py"):
+        (tmp_path / "here" / name).write_text("raise SystemExit('this is foreign')")
+    (tmp_path / "here" / "c.yaml").write_text("no_such_key: 1")
+    for script, *words in (("run_pd.sh", "start", "c.yaml"), ("infer.sh", "--help")):
+        command = ["bash", str(clone.path / "deploy" / script), *words]
+        done = subprocess.run(command, cwd=tmp_path / "here", capture_output=True, text=True, check=False)
+        assert "foreign" not in done.stderr and done.returncode == (2 if "c.yaml" in words else 0), done.stderr
+        assert ("no_such_key" in done.stderr) == ("c.yaml" in words)
+    ask = "from longcat_pd import own; print(*own.command('-m', 'longcat_pd.tiny', '--help'), sep='\\n')"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    asked = [sys.executable, "-c", ask]
+    told = subprocess.run(
+        asked, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    for flags in (told[1:2] if told[1] == "-P" else [], []):
+        words = [told[0], *flags, *told[2 if told[1] == "-P" else 1 :]]
+        done = subprocess.run(words, cwd=tmp_path / "here", env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and "foreign" not in done.stderr, done.stderr
