@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import re
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,7 +25,6 @@ def findings(job: Job, folder: RunFolder) -> Iterator[str]:
     for file in job.setup_files:
         if not os.access(file, os.R_OK):
             yield f"hosts.setup_files: {file} is not there or cannot be read"
-    yield from _environment_findings(job)
     yield from _log_findings(job, folder)
     yield from folder_findings(job.logs)
     try:
@@ -50,13 +48,6 @@ def folder_findings(logs: str) -> Iterator[str]:
         return
     if not os.access(logs, os.W_OK | os.X_OK):
         yield f"log_dir={logs}: nothing can be written there"
-
-
-def _environment_findings(job: Job) -> Iterator[str]:
-    """Names that a shell cannot hand on. Values are not told: they may be secret."""
-    told = sorted({pair for service in job.services for pair in service.env.items()})
-    names = {name for name, value in told if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) or "\0" in value}
-    yield from (f"env.{name}: letters, digits and _ make a name, and no null character a value" for name in sorted(names))
 
 
 def _log_findings(job: Job, folder: RunFolder) -> Iterator[str]:

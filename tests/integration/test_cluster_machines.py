@@ -354,12 +354,6 @@ def test_setup_files_are_sourced_and_the_environment_is_laid_over(rig: Rig) -> N
     assert rig("stop") == 0
 
 
-def test_a_name_that_no_shell_hands_on_is_told(rig: Rig) -> None:
-    rig.tree["env"] = {"a.b": "SECRET"}
-    assert rig("start") == 2
-    assert "env.a.b: letters, digits and _ make a name" in rig.err and "SECRET" not in rig.err
-
-
 def test_a_service_that_ends_names_its_machine_and_ends_all_others(rig: Rig) -> None:
     rig.scripts["d0.1"] = 'import sys, time; time.sleep(2); print("error: no card 3", flush=True); sys.exit(2)'
     rig.scripts["balancer"] = WAITS
