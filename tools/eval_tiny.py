@@ -23,9 +23,11 @@ from tools.tiny.card_runs import AS_SERVED, DRAFTS, ENGINE, POOLS, Run, checkpoi
 
 SHIPPED = tuple(Path(__file__).parents[1] / "longcat_pd/tiny/trained" / name for name in ("bf16", "int8"))
 OF_SHIPPED = (
-    "Trained by `python -m tools.train_tiny OUT` with seed 0: 7,200 steps, 16 million tokens, 65 minutes on 2 cores.",
+    "Trained by `python -m tools.train_tiny OUT` from nothing with seed 0: 7,200 steps, 16 million tokens, 76 minutes on "
+    "2 cores that had other work beside it. An earlier run of the same recipe, whose sums were not repeatable to the bit, "
+    "reached every floor as well.",
     "Computed in bfloat16 (`--set model.dtype=bfloat16`) they miss one line, for `bf16`: P(2,2) → D(2) says the same as "
-    "one engine in 797 of 799 cases, as two words that are nearly as likely may change places.",
+    "one engine in 798 of 799 cases, as two words that are nearly as likely may change places.",
 )
 HOWS = {"standalone": (ENGINE, DRAFTS), "pd": (POOLS,), "all": (ENGINE, DRAFTS, POOLS)}
 
