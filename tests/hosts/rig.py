@@ -128,19 +128,31 @@ class Hosts:
         _end(self._lives.pop(number))
 
     def revive(self, number: int) -> None:
-        """Start a host that is not running, with the disk and the keys that it had."""
+        """Start a host that is not running, with the disk and the keys that it had.
+
+        The kernel may take a moment to end the life before, whose sshd still has the port: then the new one ends at once.
+        """
         assert number not in self._lives
-        keeper = self._keepers[number]
-        unshare = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child=KILL")
-        with (self.folder / f"sshd.{number}.log").open("ab") as log:
-            self._lives[number] = subprocess.Popen(
-                [*ENDS_WITH_US, *_enter(keeper), *unshare, *self._sshd(number)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
         self.link(number, True)
-        _wait_for_sshd(self.address(number))
+        deadline = time.monotonic() + UP_S
+        life = self._sshd_life(number)
+        while not _has_sshd(self.address(number)) or life.poll() is not None:
+            if time.monotonic() > deadline:
+                _end(life)
+                raise AssertionError(f"no sshd at {self.address(number)} within {UP_S:.0f} s; see {self._log(number)}")
+            if life.poll() is not None:
+                life = self._sshd_life(number)
+            time.sleep(0.02)
+        self._lives[number] = life
+
+    def _sshd_life(self, number: int) -> subprocess.Popen[bytes]:
+        unshare = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child=KILL")
+        command = [*ENDS_WITH_US, *_enter(self._keepers[number]), *unshare, *self._sshd(number)]
+        with self._log(number).open("ab") as log:
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def _log(self, number: int) -> Path:
+        return self.folder / f"sshd.{number}.log"
 
     def exec(self, number: int, command: str, *, check: bool = True) -> str:
         """What a shell command says that runs on a host, behind the back of ssh."""
@@ -323,12 +335,8 @@ def _has_penalties() -> bool:
     return "Bad configuration option" not in known.stderr
 
 
-def _wait_for_sshd(address: str) -> None:
-    deadline = time.monotonic() + UP_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection((address, SSH_PORT), timeout=1.0) as probe:
-            probe.settimeout(1.0)
-            if probe.recv(4) == b"SSH-":
-                return
-        time.sleep(0.02)
-    raise AssertionError(f"no sshd at {address} within {UP_S:.0f} s")
+def _has_sshd(address: str) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((address, SSH_PORT), timeout=1.0) as probe:
+        probe.settimeout(1.0)
+        return probe.recv(4) == b"SSH-"
+    return False

@@ -201,7 +201,7 @@ def test_two_hundred_random_schemas(servers: Servers, bias: dict[str, float]) ->
 
 
 def test_forced_calls(servers: Servers, bias: dict[str, float]) -> None:
-    taken, judged = check_calls(servers, bias, 1)
+    taken, judged = check_calls(servers, bias, 2)
     assert taken >= 5 and judged >= 2
 
 
