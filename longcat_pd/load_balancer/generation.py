@@ -13,6 +13,7 @@ from longcat_pd.errors import BadWorkerAnswer, DeadlineExceeded
 from longcat_pd.load_balancer.attempt import Call
 from longcat_pd.load_balancer.face import Face
 from longcat_pd.load_balancer.replies import error_reply, is_json
+from longcat_pd.load_balancer.workers import Reply, WorkerRefused
 from longcat_pd.server.errors import ClientGone, Receive, Scope, Send
 from longcat_pd.server.intake import read_bytes, time_limit_of
 from longcat_pd.server.openai import decode_body, read_body
@@ -26,13 +27,12 @@ async def forward(face: Face, request: Request) -> Response:
     began = face.means.clock.now()
     body = await _body(face, request, limit_s)
     TEXT_READERS[request.scope["path"]](decode_body(body), face.served.name)
-    instance = face.means.pool.a_prefill()
     request_id = request.scope["state"]["request_id"]
     headers = {**_trace_of(request), "content-type": "application/json", "x-request-id": request_id}
-    fetch = face.means.workers.fetch(instance.target.url + request.scope["path"], body=body, headers=headers)
+    asking = _of_a_prefill(face, request.scope["path"], body, headers)
     try:
         reply = await while_connected(
-            request.receive, face.means.clock.within(began + limit_s - face.means.clock.now(), fetch)
+            request.receive, face.means.clock.within(began + limit_s - face.means.clock.now(), asking)
         )
     except TimeoutError:
         raise DeadlineExceeded("the time of the request is over") from None
@@ -44,6 +44,16 @@ async def forward(face: Face, request: Request) -> Response:
     if not is_json(reply.headers):
         raise BadWorkerAnswer("a prefill instance answered with something else than JSON")
     return Response(reply.body, media_type="application/json")
+
+
+async def _of_a_prefill(face: Face, path: str, body: bytes, headers: Mapping[str, str]) -> Reply:
+    """The answer of an instance that can be reached: one that refuses is out, and so not asked again here."""
+    while True:
+        instance = face.means.pool.a_prefill()
+        try:
+            return await face.means.workers.fetch(instance.target.url + path, body=body, headers=headers)
+        except WorkerRefused:
+            face.means.pool.refused(instance)
 
 
 class Generation(Response):

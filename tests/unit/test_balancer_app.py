@@ -415,6 +415,17 @@ async def test_tokenize_goes_through_a_ready_prefill_instance() -> None:
     assert (await rig.post({"prompt": "x"}, path="/tokenize").end()).status == 503
 
 
+async def test_tokenize_goes_to_the_next_where_the_first_is_not_there() -> None:
+    rig = await Rig.make("p0 p1 d0")
+    told = b'{"tokens":[1],"count":1,"max_model_len":64}'
+    answers(rig, "/tokenize", p0=raises(refused), p1=raw(200, told))
+    answer = await rig.post({"prompt": "x"}, path="/tokenize").end()
+    assert (answer.status, answer.body) == (200, told)
+    assert [i.name for i in rig.face.means.pool.ready("prefill")] == ["p1"], "out until a poll succeeds"
+    answers(rig, "/tokenize", p1=raises(refused))
+    assert (await rig.post({"prompt": "x"}, path="/tokenize").end()).status == 503
+
+
 async def test_server_info_has_the_shape_that_benchmarks_read() -> None:
     rig = await Rig.make("p0 d0 d1")
 
