@@ -49,9 +49,8 @@ def _outside_strings(text: str) -> str:
 
     Raises ValueError for more strings than a text may have.
     """
-    plain = text.replace("\\\\", "").replace(
-        '\\"', ""
-    )  # in this order: two backslashes in front of a quote do not escape it
+    # in this order: two backslashes in front of a quote do not escape it
+    plain = text.replace("\\\\", "").replace('\\"', "")
     num_quotes = plain.count('"')
     if num_quotes > _MAX_QUOTES:
         raise ValueError(f"it holds {num_quotes // 2} strings, at most {_MAX_QUOTES // 2} keys and values are read")

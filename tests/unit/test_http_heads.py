@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -220,38 +220,37 @@ async def test_a_request_that_follows_the_last_byte_of_an_answer_is_not_too_earl
     writer.close()
 
 
+@asynccontextmanager
+async def unread(server: uvicorn.Server, port: int, path: str) -> AsyncIterator[socket.socket]:
+    """A client that has asked for more than its buffers hold, and reads nothing. In the end its connection goes."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", port))
+        client.send(f"GET {path} HTTP/1.1\r\nhost: h\r\n\r\n".encode())
+        await asyncio.sleep(0.3)
+        assert server.server_state.connections
+        yield client
+        async with asyncio.timeout(10.0):
+            while server.server_state.connections:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+
 @pytest.mark.parametrize("leaves", [False, True], ids=["stays", "sends no more"])
 async def test_a_closed_connection_whose_client_does_not_read(
     server: uvicorn.Server, port: int, leaves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(closing, "UNREAD_S", 0.3)
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", port))
-        client.send(b"GET /endless HTTP/1.1\r\nhost: h\r\n\r\n")
-        await asyncio.sleep(0.1)
-        assert server.server_state.connections
+    monkeypatch.setattr(closing, "UNREAD_S", 0.8)
+    async with unread(server, port, "/endless") as client:
         if leaves:
             client.shutdown(socket.SHUT_WR)
-        async with asyncio.timeout(10.0):
-            while server.server_state.connections:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
 
 
 async def test_a_request_before_the_answer_to_the_one_in_front_is_read(
     server: uvicorn.Server, port: int, slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(closing, "UNREAD_S", 0.3)
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", port))
-        client.send(b"GET /large HTTP/1.1\r\nhost: h\r\n\r\n")
-        await asyncio.sleep(0.3)
-        assert server.server_state.connections
+    async with unread(server, port, "/large") as client:
         client.send(SLOW)
-        async with asyncio.timeout(10.0):
-            while server.server_state.connections:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
     assert slow.count == 0
 
 

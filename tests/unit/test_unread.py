@@ -96,15 +96,20 @@ async def test_so_does_the_end_of_the_process(folder: str, monkeypatch: pytest.M
     await asyncio.wait_for(client.task, 10.0)
 
 
+async def reads_again(client: Unread, *, after_s: float) -> None:
+    """It stops reading in the middle, and takes the rest so long after that."""
+    await asyncio.wait_for(client.has_stopped.wait(), 10.0)
+    await asyncio.sleep(after_s)
+    client.reads.set()
+    await asyncio.wait_for(client.task, 10.0)
+
+
 async def test_who_reads_again_in_time_is_told_the_error_and_nothing_else(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sse, "FAREWELL_S", 5.0)
     client = Unread(folder, MIDDLE, limit_s=0.3)
-    await asyncio.wait_for(client.has_stopped.wait(), 10.0)
-    await asyncio.sleep(0.6)
-    client.reads.set()
-    await asyncio.wait_for(client.task, 10.0)
+    await reads_again(client, after_s=0.6)
     *_, last = client.events
     assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "deadline_exceeded"
     assert len(client.events) == 3 and client.messages[-1]["more_body"] is False and client.gate.num_open == 0
@@ -113,8 +118,5 @@ async def test_who_reads_again_in_time_is_told_the_error_and_nothing_else(
 async def test_who_reads_slowly_loses_nothing(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "FAREWELL_S", 0.05)
     client = Unread(folder, MIDDLE, limit_s=60.0)
-    await asyncio.wait_for(client.has_stopped.wait(), 10.0)
-    await asyncio.sleep(0.4)
-    client.reads.set()
-    await asyncio.wait_for(client.task, 10.0)
+    await reads_again(client, after_s=0.4)
     assert client.events[-1] == b"data: [DONE]" and len(client.messages) == LAST
