@@ -138,9 +138,10 @@ class EventStream(Response):
 async def _with_comments(source: AsyncGenerator[bytes, None], silent_s: float) -> AsyncGenerator[bytes, None]:
     """The items of ``source``, and a comment whenever none came for ``silent_s``.
 
-    They are made by a task of their own, because a limited wait must not cut into their making.
+    They are made by a task of their own, because a limited wait must not cut into their making. It is one item ahead.
     """
     queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+    taken = asyncio.Semaphore(0)
     clock = MonotonicClock()
 
     async def produce() -> None:
@@ -148,6 +149,7 @@ async def _with_comments(source: AsyncGenerator[bytes, None], silent_s: float) -
             async with aclosing(source):
                 async for data in source:
                     queue.put_nowait(data)
+                    await taken.acquire()
         finally:
             queue.put_nowait(None)
 
@@ -161,6 +163,8 @@ async def _with_comments(source: AsyncGenerator[bytes, None], silent_s: float) -
             if data is None:
                 await producer  # raises what went wrong
                 return
+            if data is not KEEP_ALIVE:
+                taken.release()
             yield data
     finally:
         producer.cancel()
