@@ -105,7 +105,8 @@ def _check_environments(config: ClusterConfig, pools: list[tuple[Role, PoolConfi
             if not _VARIABLE.fullmatch(name):
                 found.cross([key], f"{key}: {name!r}: letters, digits and '_' only, no digit first")
             if "\0" in value:
-                found.cross([key], f"{key}.{name}={value!r}: must hold no null character")
+                place = f"character {value.index(chr(0)) + 1} of {len(value)}"  # not the value, which may be a secret
+                found.cross([key], f"{key}.{name}: must hold no null character ({place})")
 
 
 def _check_paths(hosts: HostsConfig, *, found: Findings) -> None:
