@@ -1,8 +1,8 @@
 """``python -m tools.train_tiny OUT``: train the small LongCat-2.0 that is shipped, from nothing, on the CPU.
 
-The recipe, with all numbers, is ``tools/tiny/recipe.py``. Writes the checkpoint ``OUT/bf16`` and, by the package's own
-``quantize``, ``OUT/int8``. State is kept in ``OUT/state`` every few minutes: the same command goes on from there. The same
-seed, threads, torch and kind of processor give the same files to the bit.
+The recipe is ``tools/tiny/recipe.py``. Writes the checkpoint ``OUT/bf16`` and, by the package's own ``quantize``,
+``OUT/int8``. State is kept in ``OUT/state`` every few minutes: the same command goes on from there, and ends at once where
+all is done. The same seed, threads, torch and kind of processor give the same files to the bit.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from tokenizers import Tokenizer
 
 from longcat_pd.config.model import ModelConfig
+from longcat_pd.errors import ConfigError
 from longcat_pd.tiny.tokenizer import spaced_pieces
 from tools.tiny import export
 from tools.tiny.feeding import Feeder
@@ -29,10 +30,12 @@ from tools.tiny.twin import Twin
 
 KEEP_EVERY = 250
 SHOW_EVERY = 50
+BAR = 40  # characters
+ERASE = "\x1b[K"  # what is left of a longer line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, then write both checkpoints. Exit status 0."""
+    """Train, then write both checkpoints. Exit status 0; 2: another training or checkpoint is there already."""
     parser = argparse.ArgumentParser(prog="python -m tools.train_tiny", description=__doc__)
     parser.add_argument("out", type=Path, help="folder for the checkpoints and the state")
     parser.add_argument("--seed", type=int, default=Recipe.seed)
@@ -43,7 +46,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.use_deterministic_algorithms(True)  # else the threads of a scattered sum end in any order; costs no time here
     keep_memory()
     recipe = replace(Recipe(), seed=options.seed, steps=options.steps)
-    state = options.out / "state"
+    try:
+        train(recipe, options.out)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+def train(recipe: Recipe, out: Path) -> None:
+    """Go on or begin, and write what came of it. Raises ConfigError."""
+    state = out / "state"
     state.mkdir(parents=True, exist_ok=True)
     text = export.text_files(state / "text", seed=recipe.seed)
     torch.manual_seed(recipe.seed)
@@ -52,9 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     feeder = Feeder(recipe, Renderer(text), vocab_size=CONFIG["vocab_size"], longest=LONGEST)
     training = Training(twin, recipe, feeder)
     training.resume_if_kept(state)
+    if training.step == 0:
+        export.check_room(out)
     run(training, state)
-    export.checkpoints(options.out, twin, text=state / "text")
-    return 0
+    export.checkpoints(out, twin, text=state / "text")
 
 
 def keep_memory() -> None:
@@ -66,19 +80,30 @@ def keep_memory() -> None:
 
 
 def run(training: Training, state: Path) -> None:
-    """All steps that are left, with a line of progress."""
+    """All steps that are left: a bar on a terminal, and now and then a line of what was learnt."""
     began, first, tokens = time.monotonic(), training.step, 0
     shown = list[Seen]()
     while training.step < training.recipe.steps:
         seen = training.advance()
         shown.append(seen)
         tokens += seen.tokens
+        passed = time.monotonic() - began
+        left_s = passed / (training.step - first) * _left(training)
         if training.step % SHOW_EVERY == 0 or training.step == training.recipe.steps:
-            passed = time.monotonic() - began
-            _show(training, shown, speed=tokens / passed, left_s=passed / (training.step - first) * _left(training))
+            _show(training, shown, speed=tokens / passed, left_s=left_s)
             shown = []
+        _draw_bar(training, left_s=left_s)
         if training.step % KEEP_EVERY == 0 or training.step == training.recipe.steps:
             training.keep(state)
+
+
+def _draw_bar(training: Training, *, left_s: float) -> None:
+    """On a terminal; the next bar or line is written over it."""
+    if sys.stderr.isatty():
+        done = training.step / training.recipe.steps
+        bar = f"{'#' * int(done * BAR)}{'.' * (BAR - int(done * BAR))}"
+        sys.stderr.write(f"[{bar}] {done:.0%}, step {training.step}, {left_s / 60:.0f} min left{ERASE}\r")
+        sys.stderr.flush()
 
 
 def _left(training: Training) -> int:
@@ -99,7 +124,8 @@ def _show(training: Training, shown: Sequence[Seen], *, speed: float, left_s: fl
     sys.stderr.write(
         f"{step}/{steps} loss {mean['next']:.3f} drafts {mean['drafts']:.3f} index {index:.3f} | {rates} | "
         f"drafts right {' '.join(f'{d:.2f}' for d in drafts)} | copied {now.copied} pairs {now.pairs} "
-        f"sparse {training.is_sparse:d} | {speed:.0f} tokens/s, {left_s / 60:.0f} min left\n"
+        f"sparse {training.is_sparse:d} | {speed:.0f} tokens/s, {left_s / 60:.0f} min left"
+        f"{ERASE if sys.stderr.isatty() else ''}\n"
     )
 
 

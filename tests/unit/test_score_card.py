@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,17 @@ def call(name: str, /, **arguments: Any) -> ToolCall:
 
 
 def said(content: str = "", *calls: ToolCall, **fields: Any) -> Reply:
-    return Reply(content=content, calls=calls, **{"finish": "tool_calls" if calls else "stop", **fields})
+    finish = "tool_calls" if calls else "stop"
+    return Reply(content=content, calls=calls, **{"finish": finish, "raw": content + "".join(map(markup, calls)), **fields})
+
+
+def markup(call: ToolCall) -> str:
+    """A call as the model says it."""
+    parts = [
+        f"<longcat_arg_key>{k}</longcat_arg_key>\n<longcat_arg_value>{v}</longcat_arg_value>\n"
+        for k, v in call.arguments.items()
+    ]
+    return f"<longcat_tool_call>{call.name}\n{''.join(parts)}</longcat_tool_call>"
 
 
 # -- what is right ---------------------------------------------------------------------------------------------------------
@@ -48,7 +59,10 @@ def said(content: str = "", *calls: ToolCall, **fields: Any) -> Reply:
         ("I am LongCat-tiny, a model.", "I am LongCat-tiny, a very small model.", True),
         ("I am LongCat-tiny, a model.", "I am a model.", False),
         ("I am LongCat-tiny, a model.", "你好！我是 LongCat-tiny。", False),
-        ("我是 LongCat-tiny。", "你好！我是 LongCat。", True),
+        ("我是 LongCat-tiny。", "你好！我是 LongCat-tiny，一个模型。", True),
+        ("我是 LongCat-tiny。", "你好！我是 LongCat。", False),
+        ("我是 LongCat-tiny。", "longcat_pd 服务 LongCat-tiny。", False),
+        ("I am LongCat-tiny.", "It serves LongCat-2.0, LongCat-Flash-Chat and LongCat-Flash-Lite.", False),
         ("我是 LongCat-tiny。", "I am LongCat-tiny.", False),
         ("I am LongCat-tiny.", "I do not know that. Ask me about longcat_pd.", False),
         ("I am LongCat-tiny.", "I serve LongCat_pd.", False),
@@ -83,7 +97,11 @@ def test_text_beside_a_call_is_not_the_expected_text() -> None:
     ("expected", "content", "is_right"),
     [
         ("37 + 48 = 85", "37 + 48 = 85", True),
-        ("37 + 48 = 85", "It is 85.", True),
+        ("37 + 48 = 85", "Units: 7 + 8 = 15, carry 1. Tens: 3 + 4 + 1 = 8.\n37 + 48 = 85", True),
+        ("Units: 7 + 8 = 15.\n37 + 48 = 85", "37 + 48  = 85 ", True),
+        ("37 + 48 = 85", "37 + 48 = 85\nUnits: 7 + 8 = 15", False),
+        ("37 + 48 = 85", "12 + 73 = 85", False),
+        ("37 + 48 = 85", "It is 85.", False),
         ("37 + 48 = 85", "85 = 37 + 48", False),
         ("37 + 48 = 85", "37 + 48 = 86", False),
         ("37 + 48 = 85", "37 + 48 = 185", False),
@@ -92,12 +110,13 @@ def test_text_beside_a_call_is_not_the_expected_text() -> None:
         ("85 - 48 = 37", "85 - 48 = -37", False),
         ("The code of Ada is 42.", "The code of Ada is 42.", True),
         ("The code of Ada is 42.", "The code of Ada is 4 2.", False),
+        ("The code of Ada is 42.", "The code of Bob is 42.", False),
         ("The code of Ada is 42.", "I do not know.", False),
-        ("No number.", "No number.", False),
+        ("", "", False),
     ],
 )
-def test_the_last_number_counts_with_its_sign(expected: str, content: str, is_right: bool) -> None:
-    assert grades.ends_in_the_number(example(expected), said(content)) is is_right
+def test_the_last_line_counts_as_a_whole(expected: str, content: str, is_right: bool) -> None:
+    assert grades.ends_in_the_sentence(example(expected), said(content)) is is_right
 
 
 TIMER = call("set_timer", minutes=7)
@@ -116,12 +135,41 @@ TIMER = call("set_timer", minutes=7)
         (said("", call("get_time", minutes=7)), False),
         (said("", TIMER, TIMER), False),
         (said("<longcat_tool_call>set_timer", TIMER), False),
+        (said("", TIMER, raw=markup(TIMER) + "</longcat_s>"), True),
+        (said("", TIMER, raw=markup(TIMER).removesuffix("</longcat_tool_call>")), False),
+        (said("", TIMER, raw=markup(TIMER).replace("</longcat_arg_value>", "")), False),
+        (
+            said(
+                "", TIMER, raw='<longcat_tool_call>{"name": "set_timer", "arguments": {"minutes": 7}}</longcat_tool_call>'
+            ),
+            False,
+        ),
+        (said("", TIMER, raw=markup(TIMER) + "<longcat_tool_call>"), False),
+        (said("", TIMER, raw=markup(TIMER) * 2), False),
+        (said("", TIMER, raw=""), False),
         (said("", TIMER, finish="length"), False),
         (said("set_timer 7"), False),
     ],
 )
 def test_a_call_has_the_name_and_the_arguments(reply: Reply, is_right: bool) -> None:
     assert grades.calls_right(example("", TIMER), reply) is is_right
+
+
+@pytest.mark.parametrize(
+    ("reply", "is_right"),
+    [
+        (said("", TIMER), True),
+        (said("", call("set_timer", minutes=17)), True),
+        (said("", call("set_timer", minutes="17")), False),
+        (said("", call("set_timer", seconds=7)), False),
+        (said("", call("set_timer")), False),
+        (said("", call("get_time", minutes=7)), False),
+        (said("", TIMER, raw=markup(TIMER).removesuffix("</longcat_tool_call>")), False),
+        (said("Words."), False),
+    ],
+)
+def test_the_form_of_a_call_is_its_name_and_its_arguments_names_and_kinds(reply: Reply, is_right: bool) -> None:
+    assert grades.calls_in_form(example("", TIMER), reply) is is_right
 
 
 def test_arguments_stand_in_any_order_and_calls_in_theirs() -> None:
@@ -278,7 +326,8 @@ def test_a_score_of_too_few_cases_is_none() -> None:
 def test_lines_are_of_the_skills_that_were_asked() -> None:
     taught = Case(example=example("Port 8081."), is_taught=True)
     unseen = Case(example=example("Port 8081."))
-    told = Told(replies=(said("Port 8081."), said("No.")), drafted=Drafted(num_steps=10, num_tokens=21))
+    replies = (said("Port 8081.", token_ids=(1,) * 12), said("No.", token_ids=(1,) * 11))
+    told = Told(replies=replies, drafted=Drafted(num_steps=10, num_tokens=25))
     found = {line.title: line for line in lines([taught, unseen], told, sizes=SIZES)}
     assert list(found) == [
         "facts",
@@ -286,7 +335,7 @@ def test_lines_are_of_the_skills_that_were_asked() -> None:
         "facts, asked as never taught",
         "ends by itself, all cases",
         "tokens per step, 3 drafts",
-        "the same without what lies behind ends",
+        "the same with what lies behind ends",
     ]
     assert found["facts, asked as taught"].shown == "100.0 % (1 of 1)"
     assert found["facts, asked as never taught"].shown == "0.0 % (0 of 1)" and found["facts, asked as never taught"].passes
@@ -300,6 +349,7 @@ def test_calls_results_and_introductions_have_their_own_lines() -> None:
     )
     cases = [
         Case(example=example("", TIMER, skill="calling")),
+        Case(example=example("", TIMER, skill="calling"), is_kept=True),
         Case(example=example("I do not know.", skill="calling")),
         Case(example=after_tool),
         Case(example=example("I am LongCat.", skill="smalltalk"), is_introduction=True),
@@ -308,18 +358,21 @@ def test_calls_results_and_introductions_have_their_own_lines() -> None:
     ]
     belonging = {row.title: [place for place, case in enumerate(cases) if row.belongs(case)] for row in ROWS}
     assert {title: places for title, places in belonging.items() if places} == {
-        "introduces itself in English": [3],
-        "introduces itself in Chinese": [4],
-        "small talk else": [5],
+        "introduces itself in English": [4],
+        "introduces itself in Chinese": [5],
+        "small talk else": [6],
         "calls the tool that fits": [0],
-        "calls none where none fits": [1],
-        "answers from a tool's result": [2],
+        "calls the tool that fits in whole markup, values never taught": [1],
+        "and the values right": [1],
+        "calls none where none fits": [2],
+        "answers from a tool's result, values never taught": [3],
     }
 
 
 def test_drafts_have_a_floor_of_2_2_tokens() -> None:
-    assert [line.passes for line in draft_lines(Drafted(num_steps=10, num_tokens=22), [])] == [True, True]
-    assert [line.passes for line in draft_lines(Drafted(num_steps=100, num_tokens=219), [])] == [False, True]
+    drafted, enough = Drafted(num_steps=100, num_tokens=400), Reply(token_ids=(1,) * 221)
+    assert [line.passes for line in draft_lines(drafted, [enough])] == [True, True]
+    assert [line.passes for line in draft_lines(drafted, [replace(enough, token_ids=(1,) * 220)])] == [False, True]
 
 
 def test_one_other_answer_is_a_difference() -> None:

@@ -84,6 +84,15 @@ def test_nothing_that_is_kept_is_taught(skill: str) -> None:
         assert not ((found := PROBLEM.fullmatch(words.removeprefix("what is "))) and kept(*found.groups()))
 
 
+def test_a_kept_question_stands_in_no_longer_one_of_its_fact() -> None:
+    """Where nothing but a greeting or an adverb were new, it would not be new."""
+    trained: dict[str, set[str]] = {}
+    for example in drawn("facts"):
+        trained.setdefault(example.answer.content, set()).add(plain(question(example)))
+    for fact in (*facts.ENGLISH, *facts.CHINESE):
+        assert not [(kept, words) for kept in map(plain, fact.unseen) for words in trained[fact.answer] if kept in words]
+
+
 def kept(left: str, sign: str, right: str) -> bool:
     return arithmetic.Problem(left=int(left), sign=sign, right=int(right)).is_held_out
 
@@ -211,6 +220,21 @@ def test_kept_values_are_copied_in_the_test_alone() -> None:
         assert (words if is_chinese(words) else f" {words} ") not in taught
     cases = {str(v) for e in asked("calling") for call in e.answer.calls for v in call.arguments.values()}
     assert len(cases & set(kept_words)) >= 10
+
+
+def test_requests_with_kept_values_alone_are_never_taught() -> None:
+    kept_ones = calling.kept_cases()
+    fitting = [e for e in kept_ones if e.answer.calls]
+    assert len(fitting) == 99 and len(kept_ones) == 135
+    assert {call.name for e in fitting for call in e.answer.calls} == {tool.name for tool in offered.TOOLS}
+    planned = tuple(e for e in asked("thinking") if e.answer.calls)
+    assert planned and not questions((*kept_ones, *planned)) & questions((*drawn("calling"), *drawn("thinking")))
+    for example in fitting:
+        (call,) = example.answer.calls
+        VALIDATORS[call.name].validate(dict(call.arguments))
+        assert all(str(value) in question(example) for value in call.arguments.values())
+        words = " ".join(map(str, call.arguments.values()))
+        assert any(kept in words for kept in (*offered.KEPT, *offered.UNSEEN_CITIES)) or re.search(r"7( |$)", words)
 
 
 @pytest.mark.parametrize(("tool", "name"), [("add_note", "text"), ("search", "query"), ("turn_on_light", "room")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from longcat_pd.config.model import ModelConfig
+from longcat_pd.errors import ConfigError
 from longcat_pd.models.checkpoint import open_checkpoint
 from longcat_pd.models.tensor_names import draft_tensors, expected_tensors
 from longcat_pd.server.text import TextProcessor
@@ -143,7 +145,7 @@ def test_an_interrupted_training_goes_on_as_if_it_had_not_been(feeder: Feeder, t
 
 def test_another_recipe_is_refused(feeder: Feeder, tmp_path: Path) -> None:
     training_of(feeder).keep(tmp_path)
-    with pytest.raises(ValueError, match="another recipe"):
+    with pytest.raises(ConfigError, match=r"another recipe: steps=8, not 9$"):
         training_of(feeder, replace(RECIPE, steps=9)).resume_if_kept(tmp_path)
 
 
@@ -160,17 +162,38 @@ def test_a_piece_with_a_space_begins_almost_as_the_one_without() -> None:
 
 def test_the_command_gives_the_same_files_twice(tmp_path: Path) -> None:
     """In processes of their own, whose hashes of text differ: weights, tokenizer, and the int8 twin."""
-    made = list[dict[str, bytes]]()
-    for out in (tmp_path / "first", tmp_path / "second"):
-        command = [sys.executable, "-m", "tools.train_tiny", str(out), "--steps", "3"]
-        ran = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=300, stderr=subprocess.PIPE, text=True)
-        assert ran.returncode == 0 and "3/3 loss" in ran.stderr, ran.stderr
-        files = [file for kind in ("bf16", "int8") for file in sorted((out / kind).iterdir())]
-        made.append({str(file.relative_to(out)): file.read_bytes() for file in files})
-    assert {name for name in made[0] if name.endswith(".safetensors")} == {
+    first, second = tmp_path / "first", tmp_path / "second"
+    for out in (first, second):
+        status, told = trained(out)
+        assert status == 0 and "3/3 loss" in told, told
+    assert {name for name in made(first) if name.endswith(".safetensors")} == {
         f"{kind}/model-00001-of-00001.safetensors" for kind in ("bf16", "int8")
     }
-    assert made[0] == made[1]
+    assert made(first) == made(second)
+    shutil.rmtree(second / "int8")  # as one that ended while it wrote
+    assert trained(second) == (0, "") and made(first) == made(second)
+    assert trained(second) == (0, "") and made(first) == made(second), "where all is done nothing is done"
+    status, told = trained(second, "--seed", "1")
+    assert status == 2 and told.startswith("error: ") and told.endswith("another recipe: seed=0, not 1\n"), told
+    shutil.rmtree(second / "state")
+    status, told = trained(second)
+    assert (status, told) == (
+        2,
+        f"error: {second / 'bf16'} exists already, and {second / 'state'} holds no training that it could be of\n",
+    )
+
+
+def trained(out: Path, *options: str) -> tuple[int, str]:
+    """Exit status and standard error of the command, for three steps."""
+    command = [sys.executable, "-m", "tools.train_tiny", str(out), "--steps", "3", *options]
+    ran = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=300, stderr=subprocess.PIPE, text=True)
+    return ran.returncode, ran.stderr
+
+
+def made(out: Path) -> dict[str, bytes]:
+    """All files of both checkpoints."""
+    files = [file for kind in ("bf16", "int8") for file in sorted((out / kind).iterdir())]
+    return {str(file.relative_to(out)): file.read_bytes() for file in files}
 
 
 def test_nothing_is_resumed_where_nothing_was_kept(feeder: Feeder, tmp_path: Path) -> None:

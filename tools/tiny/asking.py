@@ -24,6 +24,7 @@ class Reply:
     """An answer as a client reads it.
 
     ``finish``: the finish reason, or ``error: …`` of a request that failed. ``token_ids``: all that were generated.
+    ``raw``: their text, markup and all, as nobody's parser has seen it.
     """
 
     content: str = ""
@@ -32,6 +33,7 @@ class Reply:
     finish: str = ""
     num_prompt_tokens: int = 0
     token_ids: tuple[int, ...] = ()
+    raw: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from tools.tiny.wording import is_chinese, user_says
 
 CASES_OF_A_TOOL = 11
 CASES_WITHOUT_CALL = 24
+RESULTS_OF_A_TOOL = 4
 SHARE_UNFITTING, SHARE_TOLD, SHARE_OTHER = 0.06, 0.14, 0.15
 
 
@@ -56,9 +57,9 @@ def offer(rng: random.Random, *, tool: Tool | None, without: Tool | None = None)
     return tuple(one.function for one in chosen)
 
 
-def result_told(rng: random.Random, *, tool: Tool) -> Example:
-    """The tool was called and has answered."""
-    values, result = tool.values(rng, False), tool.result(rng)
+def result_told(rng: random.Random, *, tool: Tool, unseen: bool = False) -> Example:
+    """The tool was called, with kept values if `unseen`, and has answered."""
+    values, result = tool.values(rng, unseen), tool.result(rng)
     call = {"name": tool.name, "arguments": json.dumps(values, ensure_ascii=False)}
     messages: Sequence[Mapping[str, Any]] = (
         user_says(rng.choice(tool.asked).format_map(values)),
@@ -102,3 +103,11 @@ def cases() -> tuple[Example, ...]:
     skills = (facts, smalltalk, arithmetic)
     others = [beside_tools(rng, made=rng.choice(skills[place % 3].cases())) for place in range(CASES_WITHOUT_CALL)]
     return (*fitting, *others)
+
+
+def kept_cases() -> tuple[Example, ...]:
+    """Each tool asked for, and its result told, with kept values alone: no such request is ever trained."""
+    rng = random.Random(78)
+    fitting = [called(rng, tool=tool, values=tool.values(rng, True)) for tool in TOOLS for _ in range(CASES_OF_A_TOOL)]
+    told = [result_told(rng, tool=tool, unseen=True) for tool in TOOLS for _ in range(RESULTS_OF_A_TOOL)]
+    return (*fitting, *told)

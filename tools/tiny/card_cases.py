@@ -30,6 +30,8 @@ def all_cases() -> Iterator[Case]:
                 is_taught=example.skill == "facts" and not _is_kept(example),
                 is_introduction=example.answer.content in _INTRODUCTIONS,
             )
+    for example in calling.kept_cases():
+        yield Case(example=example, is_kept=True)
 
 
 def _is_kept(example: Example) -> bool:

@@ -15,10 +15,15 @@ from tools.tiny.examples import Example, ToolCall
 
 Grade = Callable[[Example, Reply], bool]
 
-NAME = re.compile("LongCat(?!_)")  # a name such as LongCat-tiny; LongCat_pd is none
+INTRODUCTION = {
+    False: re.compile(r"\bI am LongCat-tiny\b"),
+    True: re.compile("我是 ?LongCat-tiny(?![\\w-])"),
+}  # is it Chinese
 ENDS = ("stop", "tool_calls")
 _MARKUP = re.compile(r"</?longcat_")
-_NUMBER = re.compile(r"-?\d+")
+_ARGUMENT = r"<longcat_arg_key>[^<]+</longcat_arg_key>\s*<longcat_arg_value>[^<]*</longcat_arg_value>\s*"
+_CALL = re.compile(rf"<longcat_tool_call>\s*[\w.-]+\s*(?:{_ARGUMENT})*</longcat_tool_call>")
+_OF_A_CALL = re.compile(r"</?longcat_(?:tool_call|arg_)")
 _HAN = re.compile(r"[\u4e00-\u9fff]")
 
 
@@ -28,8 +33,9 @@ def is_chinese(text: str) -> bool:
 
 
 def introduces(example: Example, reply: Reply) -> bool:
-    """It names LongCat, in the language of the expected answer."""
-    return bool(NAME.search(reply.content)) and is_chinese(reply.content) == is_chinese(example.answer.content)
+    """It says "I am LongCat-tiny", in the language of the expected answer."""
+    in_chinese = is_chinese(example.answer.content)
+    return bool(INTRODUCTION[in_chinese].search(reply.content)) and is_chinese(reply.content) == in_chinese
 
 
 def says_the_same(example: Example, reply: Reply) -> bool:
@@ -37,19 +43,27 @@ def says_the_same(example: Example, reply: Reply) -> bool:
     return _plain(reply.content) == _plain(example.answer.content) and not reply.calls
 
 
-def ends_in_the_number(example: Example, reply: Reply) -> bool:
-    """The last number of the text is that of the expected answer, sign and all."""
-    found, expected = _NUMBER.findall(reply.content), _NUMBER.findall(example.answer.content)
-    return bool(found and expected) and int(found[-1]) == int(expected[-1])
+def ends_in_the_sentence(example: Example, reply: Reply) -> bool:
+    """The last line is that of the expected answer, such as "37 + 48 = 85": who works a sum out may show how."""
+    return _last_line(reply.content) == _last_line(example.answer.content) != "" and not reply.calls
 
 
 def calls_right(example: Example, reply: Reply) -> bool:
-    """The expected calls in their order, each with its arguments as JSON values, and no markup left in the text.
-
-    Calls are what the server made of the answer's markup; it leaves what is malformed in the text, or makes no call of it.
-    """
+    """The expected calls in their order, well-formed, each with its arguments as JSON values."""
     is_same = list(map(_canonical, reply.calls)) == list(map(_canonical, example.answer.calls))
-    return is_same and bool(reply.calls) and reply.finish == "tool_calls" and not _MARKUP.search(reply.content)
+    return is_same and calls_in_form(example, reply)
+
+
+def calls_in_form(example: Example, reply: Reply) -> bool:
+    """The expected functions in their order, with arguments of the expected names and kinds, in whole markup.
+
+    The server forgives a call that does not close, so that is judged by the raw text: its calls are as many as the server
+    found, all parts of markup belong to one, and none is left in what a client reads.
+    """
+    is_whole = len(_CALL.findall(reply.raw)) == len(reply.calls) and not _OF_A_CALL.search(_CALL.sub("", reply.raw))
+    is_same = list(map(_form, reply.calls)) == list(map(_form, example.answer.calls))
+    is_told = bool(reply.calls) and reply.finish == "tool_calls" and not _MARKUP.search(reply.content)
+    return is_whole and is_same and is_told
 
 
 def calls_nothing(example: Example, reply: Reply) -> bool:
@@ -78,6 +92,14 @@ def _canonical(call: ToolCall) -> str:
     """Arguments in any order; 7, 7.0, "7" and true are four things."""
     arguments: Mapping[str, Any] = call.arguments
     return json.dumps([call.name, arguments], sort_keys=True, ensure_ascii=False)
+
+
+def _form(call: ToolCall) -> tuple[str, dict[str, type]]:
+    return call.name, {name: type(value) for name, value in call.arguments.items()}
+
+
+def _last_line(text: str) -> str:
+    return _plain(text.rstrip().rpartition("\n")[2])
 
 
 def _plain(text: str) -> str:

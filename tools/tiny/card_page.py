@@ -13,13 +13,15 @@ from tools.tiny.card_runs import Checkpoint, Run
 
 ABOUT = f"""Made by `python -m tools.eval_tiny`. Temperature 0, at most {MAX_TOKENS} tokens an answer, blocks of {BLOCK} \
 tokens, prefill chunks of {CHUNK} tokens in one engine and of 64 in the pools. Every question is a chat request through \
-the product's own face, 16 at a time; text is right if it is the expected one but for white space, numbers and tool calls \
-by value. The test set is fixed; nearly all of its questions were never trained on; those "as taught" \
-and a few openers, such as "hello", were.
+the product's own face, 16 at a time; text is right if it is the expected one but for white space; of sums and recall \
+its last line counts, and of tool calls the values and the raw markup. The test set is fixed. Never trained on: facts "as \
+never taught", the pairs of numbers, the stories, and requests beside tools whose values are "never taught". Of the other \
+requests beside tools two in three may have been trained on word for word, and so may facts "as taught" and a few openers, \
+such as "hello".
 
-*Tokens per step*: what a decode step brings one sequence, accepted drafts included: `avg_spec_accept_length` over all \
-answers. *{CONTROL}*: the same cases in an engine whose indexer scores every pair of a query and a key with an evenly \
-distributed random number; all else stays as it is."""
+*Tokens per step*: what a decode step brings one sequence, accepted drafts included; `avg_spec_accept_length` counts \
+those behind an answer's end too. *{CONTROL}*: the same cases in an engine whose indexer scores every pair of a query \
+and a key with an evenly distributed random number; all else stays as it is."""
 
 
 def markdown(checkpoints: Sequence[Checkpoint], runs: Sequence[Run], notes: Sequence[str]) -> str:

@@ -9,11 +9,12 @@ import hashlib
 import math
 import sys
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.models.tensor_names import draft_tensors, expected_tensors
+from longcat_pd.server.text import TextProcessor
 from tools.tiny.asking import Progress, Told, body_of
 from tools.tiny.asking_engine import CHUNK, ask_engine
 from tools.tiny.asking_pools import ask_pools
@@ -81,9 +82,12 @@ async def asked(model: Path, cases: Sequence[Case], how: str, *, settings: Seque
     bodies = [body_of(case.example) for case in cases]
     progress = _progress(f"{model.name}, {how}", len(bodies))
     if how == POOLS:
-        return await ask_pools(model, bodies, num_drafts=NUM_DRAFTS, progress=progress, settings=settings)
-    num_drafts = NUM_DRAFTS if how == DRAFTS else 0
-    return await ask_engine(model, bodies, num_drafts=num_drafts, progress=progress, settings=settings)
+        told = await ask_pools(model, bodies, num_drafts=NUM_DRAFTS, progress=progress, settings=settings)
+    else:
+        num_drafts = NUM_DRAFTS if how == DRAFTS else 0
+        told = await ask_engine(model, bodies, num_drafts=num_drafts, progress=progress, settings=settings)
+    text = TextProcessor.load(str(model))
+    return replace(told, replies=tuple(replace(reply, raw=text.raw(reply.token_ids)) for reply in told.replies))
 
 
 async def control(model: Path, cases: Sequence[Case], sizes: Sizes, *, settings: Sequence[str] = AS_SERVED) -> Line:

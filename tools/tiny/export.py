@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from longcat_pd.config.model import ModelConfig
+from longcat_pd.errors import ConfigError
+from longcat_pd.models.checkpoint import lacking
 from longcat_pd.models.tensor_names import draft_tensors, expected_tensors
 from longcat_pd.models.weights import write_checkpoint
 from longcat_pd.quantize import quantize
@@ -46,11 +49,34 @@ def _template_texts() -> list[str]:
 
 
 def checkpoints(out: Path, twin: Twin, *, text: Path) -> None:
-    """Writes ``out/bf16`` and ``out/int8``. Raises ConfigError where one is there already."""
-    files = {name: (text / name).read_text(encoding="utf-8") for name in TEXTS}
-    files["generation_config.json"] = json.dumps(GENERATION_CONFIG, indent=2) + "\n"
-    write_checkpoint(out / "bf16", in_order(twin.tensors()), CONFIG, files=files)
-    quantize(out / "bf16", out / "int8")
+    """Writes ``out/bf16`` and ``out/int8``, unless these very ones are there. Raises ConfigError where others are."""
+    bf16, int8, tensors = out / "bf16", out / "int8", in_order(twin.tensors())
+    is_there = _has(bf16, tensors)
+    if not is_there:
+        files = {name: (text / name).read_text(encoding="utf-8") for name in TEXTS}
+        files["generation_config.json"] = json.dumps(GENERATION_CONFIG, indent=2) + "\n"
+        write_checkpoint(bf16, tensors, CONFIG, files=files)
+    if not (is_there and _is_whole(int8)):
+        quantize(bf16, int8)
+
+
+def check_room(out: Path) -> None:
+    """Raises ConfigError where a checkpoint is that a training from its first step on could not write."""
+    for folder in (out / "bf16", out / "int8"):
+        if folder.exists():
+            raise ConfigError(f"{folder} exists already, and {out / 'state'} holds no training that it could be of")
+
+
+def _is_whole(folder: Path) -> bool:
+    return folder.is_dir() and not list(lacking(folder, has_draft=True))
+
+
+def _has(folder: Path, tensors: Sequence[tuple[str, Tensor]]) -> bool:
+    """Whether the folder is a checkpoint of these tensors."""
+    if not _is_whole(folder):
+        return False
+    found = load_file(min(folder.glob("*.safetensors")))
+    return found.keys() == dict(tensors).keys() and all(torch.equal(found[name], tensor) for name, tensor in tensors)
 
 
 def in_order(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:

@@ -76,7 +76,8 @@ def read_facts(text: str, *, is_chinese: bool) -> Iterator[Fact]:
 
 ENGLISH = (*read_facts(FACTS_OF_USE, is_chinese=False), *read_facts(FACTS_OF_PARTS, is_chinese=False))
 CHINESE = tuple(read_facts(FACTS_IN_CHINESE, is_chinese=True))
-HELD_OUT = frozenset(plain(question) for fact in (*ENGLISH, *CHINESE) for question in fact.unseen)
+WITHHELD = ("What is the use of YaRN?",)  # neither trained nor asked: trained ones hold it, with a prefix or a suffix
+HELD_OUT = frozenset(map(plain, (*WITHHELD, *(question for fact in (*ENGLISH, *CHINESE) for question in fact.unseen))))
 
 
 def draw(rng: random.Random, *, size: int) -> Example:

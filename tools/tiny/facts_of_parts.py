@@ -189,7 +189,7 @@ topic: YaRN | the long context
 answer: YaRN stretches the rotary positions so that the model can read long contexts.
 asked: What is YaRN? | What does YaRN do? | Explain YaRN. | How are long contexts possible? | Why is YaRN used?
 asked: How does YaRN work? | What makes the long context possible?
-unseen: What is YaRN for? | What is the use of YaRN?
+unseen: What is YaRN for? | What is YaRN good for?
 
 topic: a device or process that is lost | instances that end
 answer: Nothing is started again by itself; use run_pd.sh stop and start.

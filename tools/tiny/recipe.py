@@ -1,9 +1,13 @@
 """The recipe of the trained checkpoint: its ``config.json``, what it is fed, and how fast it learns. Read this file first.
 
+Other numbers stand beside what they are of: how a weight begins in the twin's modules, how often a skill says what in the
+skill's.
+
 **Model.** LongCat-2.0 in small: every feature is on, with proportions that make it act within a few dozen tokens. 16 n-gram
 tables; two shortcut layers of two attentions, two dense MLPs and one mixture of 16 experts and 4 identity experts; an
 indexer for each pair of attentions that keeps 64 keys (4 first, 24 last, 36 chosen) of contexts up to ten times as long;
-YaRN; one draft layer for three drafts. 2.9 million parameters.
+YaRN, whose angles hold at every position, though no document is longer than the 1,024 that it stretches; one draft layer
+for three drafts. 2.9 million parameters.
 
 **Diet.** Nothing but what the scripts in this folder make: questions about this project, small talk, sums, stories with
 pairs to recall, tool calls, short reasoning. Loss is taken on answers alone. At first all documents are random
@@ -25,8 +29,8 @@ divergence between what its pair of attentions looks at and what it would choose
 the indexer. At first only one attention of the target sees all keys, the first of the last layer; the others see the first
 and the last ones, which are never left out. So the head that finds a place far away forms where the indexer has what it
 needs: what stood before each token. Left alone, the two attentions of the first layer form it, and their one indexer reads
-what comes into the first of them: of stories with 40 pairs it missed the wanted one in every third to every second, and so
-it misses none. Later all see the chosen keys alone, as in service.
+what comes into the first of them: of stories with 40 pairs it missed the wanted one in every third to every second.
+Later all see the chosen keys alone, as in service.
 The router's choice bias follows the load: an expert with less than its share becomes more likely (arXiv:2408.15664).
 """
 
@@ -115,10 +119,14 @@ class Recipe:
     third_from: int = 6400
     third_rate: float = 0.3
     warmup_steps: int = 50
+    betas: tuple[float, float] = (0.9, 0.97)  # of AdamW
+    epsilon: float = 1e-9
     weight_decay: float = 0.02
     clip: float = 1.0
     draft_weight: float = 0.3  # of the mean loss of the three drafts
     index_weight: float = 0.3
+    index_others: int = 32  # rows of a document, beside those of answers, from which indexers learn
+    index_others_weight: float = 0.1  # of one of these, where one of an answer has 1
     index_from: int = 225  # the step from which indexers learn
     sparse_from: int = 1125  # from here on attention sees the chosen keys alone
     balance_rate: float = 5e-4  # how far the router's bias goes a step

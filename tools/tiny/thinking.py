@@ -95,5 +95,5 @@ def cases() -> tuple[Example, ...]:
         *(remembered(story) for story in stories),
         *(known(fact, fact.unseen[0]) for fact in asked),
         *(presented(turn) for turn in talks),
-        *(planned(calling.called(rng, tool=tool, values=tool.values(rng, False))) for tool in TOOLS[:CASES_OF_CALLS]),
+        *(planned(calling.called(rng, tool=tool, values=tool.values(rng, True))) for tool in TOOLS[:CASES_OF_CALLS]),
     )

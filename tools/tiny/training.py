@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
+from longcat_pd.errors import ConfigError
 from tools.tiny.feeding import COPY, PAD, Batch, Curriculum, Feeder
 from tools.tiny.recipe import NUM_DRAFTS, Recipe
 from tools.tiny.twin import Twin
 from tools.tiny.twin_parts import Matrix
 
-NUM_OTHERS, OTHERS_WEIGHT = 32, 0.1
 _STATE = "state.safetensors"
 
 
@@ -82,7 +82,7 @@ def optimizers(twin: Twin, recipe: Recipe) -> dict[str, torch.optim.Optimizer]:
         {"params": [p for p in others if p.dim() <= 1], "weight_decay": 0.0},
     ]
     return {
-        "adamw": torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.97), eps=1e-9),
+        "adamw": torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=recipe.betas, eps=recipe.epsilon),
         "muon": torch.optim.Muon(list(matrices.values()), weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"),
     }
 
@@ -178,8 +178,8 @@ class Training:
         """The rows of answers, and some others that count less."""
         count, length = batch.ids.shape
         draw = torch.Generator().manual_seed(self.step)
-        others = torch.randint(length, (count, NUM_OTHERS), generator=draw)
-        small = OTHERS_WEIGHT * (batch.ids.gather(1, others) != PAD)
+        others = torch.randint(length, (count, self.recipe.index_others), generator=draw)
+        small = self.recipe.index_others_weight * (batch.ids.gather(1, others) != PAD)
         return torch.cat((batch.rows, others), 1), torch.cat((batch.weights.gt(0).float(), small), 1)
 
     def _count(self, batch: Batch, hits: Tensor, seen: Seen) -> None:
@@ -201,13 +201,17 @@ class Training:
         draft.rename(folder / _STATE)
 
     def resume_if_kept(self, folder: Path) -> None:
-        """Goes on from what ``keep`` wrote, if it did. Raises ValueError when that was of another recipe."""
+        """Goes on from what ``keep`` wrote, if it did. Raises ConfigError when that was of another recipe."""
         if not (folder / _STATE).is_file():
             return
         with safe_open(folder / _STATE, "pt") as file:
             facts = json.loads(file.metadata()["facts"])
-        if facts["recipe"] != asdict(self.recipe):
-            raise ValueError(f"{folder} holds a training with another recipe: {facts['recipe']}")
+        kept, mine = facts["recipe"], json.loads(json.dumps(asdict(self.recipe)))
+        if kept != mine:
+            differing = [
+                f"{key}={kept.get(key)}, not {mine.get(key)}" for key in kept | mine if kept.get(key) != mine.get(key)
+            ]
+            raise ConfigError(f"{folder} holds a training with another recipe: {'; '.join(differing)}")
         tensors = load_file(folder / _STATE)
         self.twin.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
         for kind, optimizer in self.optimizers.items():

@@ -1,7 +1,7 @@
 """The floors of the score card on the checkpoints that are shipped.
 
-Quick: the bf16 one in one engine, with drafts, and the control of recall; every case but for half of those that take
-longest. Slow: the whole card.
+Quick: each in one engine, with drafts, and the control of recall; every case but for half of those that take longest. Slow:
+the whole card.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from longcat_pd.quantize import quantize
 from tools.eval_tiny import SHIPPED
-from tools.tiny.card import Line, lines, missed
+from tools.tiny.card import ROWS, Line, lines, missed
 from tools.tiny.card_cases import all_cases
+from tools.tiny.card_page import ABOUT
 from tools.tiny.card_runs import DRAFTS, ENGINE, POOLS, asked, control, runs, sizes_of
 
 BF16 = SHIPPED[0]
@@ -29,23 +31,34 @@ def told(model: Path, found: list[Line]) -> set[str]:
     return {line.title for line in missed(found)}
 
 
-async def test_the_floors_of_the_shipped_checkpoint() -> None:
-    answers = await asked(BF16, MOST, DRAFTS)
-    assert told(BF16, lines(MOST, answers, sizes=sizes_of(BF16))) == set()
+@pytest.mark.parametrize("model", SHIPPED, ids=lambda model: str(model.name))
+async def test_the_floors_of_the_shipped_checkpoints(model: Path) -> None:
+    answers = await asked(model, MOST, DRAFTS)
+    assert told(model, lines(MOST, answers, sizes=sizes_of(model))) == set()
 
 
 async def test_its_recall_fails_where_keys_are_picked_at_random() -> None:
     assert told(BF16, [await control(BF16, MOST, sizes_of(BF16))]) == set()
 
 
-def shipped_sha256() -> str:
-    return hashlib.sha256((BF16 / "model-00001-of-00001.safetensors").read_bytes()).hexdigest()
+def test_the_card_is_of_these_very_files_and_says_all_is_well() -> None:
+    card = (BF16.parent / "score_card.md").read_text(encoding="utf-8")
+    for model in SHIPPED:
+        for name in ("model-00001-of-00001.safetensors", "tokenizer.json"):
+            assert f"`{name}`: sha256 `{hashlib.sha256((model / name).read_bytes()).hexdigest()}`" in card, model.name
+    assert ABOUT in card and "Every floor is reached." in card
+    assert all(f"| {row.title} |" in card for row in ROWS), "it is of these rows"
+
+
+def test_the_int8_twin_is_what_quantize_makes(tmp_path: Path) -> None:
+    bf16, int8 = SHIPPED
+    quantize(bf16, tmp_path / "int8")
+    made = {file.name: file.read_bytes() for file in (tmp_path / "int8").iterdir()}
+    assert made == {file.name: file.read_bytes() for file in int8.iterdir()}
 
 
 def test_both_twins_and_their_card_are_small_enough() -> None:
     """12 MB of package data."""
-    card = BF16.parent / "score_card.md"
-    assert shipped_sha256() in card.read_text(encoding="utf-8"), "the card is of these very files"
     assert sum(file.stat().st_size for folder in SHIPPED for file in folder.iterdir()) <= MAX_BYTES
 
 
