@@ -148,7 +148,7 @@ def test_the_openai_client_works_both_ways(running: State) -> None:
             chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices
         )
         assert whole.choices[0].finish_reason == chunks[-1].choices[0].finish_reason == "stop"
-        assert "LongCat" in (whole.choices[0].message.content or "")
+        assert "我是 LongCat-tiny" in (whole.choices[0].message.content or "")
         with pytest.raises(openai.BadRequestError):
             client.chat.completions.create(**{**settings, "temperature": 9})
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 
-from longcat_pd.tiny.make import write_tiny
+from longcat_pd.config.shipped import shipped_checkpoint
 from tests.page.load import Load
 from tests.processes import all_linked, ranks_of, running
 from tests.topology import cluster_file
@@ -31,14 +31,13 @@ CHAT_TOKENS = 120  # of the chat box, which says no number
 
 async def check(folder: Path, browser: str, pictures: Path, num_streams: int) -> int:
     """Exit status of the checks. ``num_streams``: run all the while."""
-    model = folder / "tiny"
-    write_tiny(model, "2.0", dtype="float32")
+    model = shipped_checkpoint()
     (folder / "keys").write_text(f"{KEY}\n")
     sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": num_streams + 8, "num_blocks": 65 * (num_streams + 8)}
     config = cluster_file(
         folder,
         model,
-        model={"path": str(model), "default_max_tokens": CHAT_TOKENS},
+        model={"path": str(model), "dtype": "float32", "default_max_tokens": CHAT_TOKENS},
         prefill={"pp_size": 2},
         decode={"attn_tp_size": 2, "kvp_size": 2},
         prefill_engine=sizes,

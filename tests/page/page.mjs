@@ -58,7 +58,7 @@ async function fits(page, name) {
 
 async function talks(page) {
   await page.locator("#prompt").focus();
-  await page.keyboard.type("hello");
+  await page.keyboard.type("Who are you?");
   await page.evaluate(() => {
     window.lengths = new Set();
     const note = () => window.lengths.add(document.getElementById("answer").textContent.length);
@@ -69,7 +69,9 @@ async function talks(page) {
   await reply.waitFor({ state: "attached" });
   await page.locator("#send:not([disabled])").waitFor();
   const lengths = await page.evaluate(() => window.lengths.size);
-  check("the chat box streams", lengths >= 4, `${lengths} states seen, ${(await reply.textContent()).length} characters`);
+  const text = await reply.textContent();
+  check("the chat box streams", lengths >= 4, `${lengths} states seen, ${text.length} characters`);
+  check("what it says makes sense", text.includes("I am LongCat-tiny"), text);
   const request = page.locator("#requests li").filter({ hasNotText: OF_LOAD }).first();
   await request.locator(".badge.ok").waitFor();
   await request.locator("rect.f-decode").first().waitFor({ state: "attached" });
