@@ -34,6 +34,7 @@ from longcat_pd.metrics import Metrics
 from longcat_pd.server.tracing import Trace, Tracer
 
 TRAILER_S = 1.0  # how long the end of a stream's body may come after its last event
+SETTLE_S = 1.0  # how long P's call may go on when D's has answered
 
 Failover = Literal["ids", "resume"]  # D is asked to say the ids of its answer, or to go on with another's
 
@@ -162,6 +163,18 @@ class Attempt:
     def rest(self) -> AsyncIterator[Piece]:
         """The pieces after the first. Raises LegFailed."""
         return self._pieces
+
+    async def settle(self) -> None:
+        """Once D's answer is whole: P's call may end by itself, so that its account is complete, for a short time.
+
+        D hears of the last arrival as soon as P of the last sending, and a call that is closed before looks like a cancel.
+        """
+        prefill, _ = self._tasks
+        late = asyncio.create_task(self._means.clock.sleep(SETTLE_S))
+        try:
+            await asyncio.wait({prefill, late}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            late.cancel()
 
     async def _prefill(self) -> None:
         pair = self.pair

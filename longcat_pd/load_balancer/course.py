@@ -116,6 +116,7 @@ class Course:
                 self._tell_attempt(attempt)
                 try:
                     await self._relay(attempt)
+                    await attempt.settle()
                 finally:
                     if progress.failover is None:  # else P's account is of another prompt
                         progress.prefilled = attempt.prefilled
@@ -219,9 +220,9 @@ class Course:
         await self._pass_on(await attempt.first())
         async for piece in attempt.rest():
             await self._pass_on(piece)
-        if not self._progress.is_told:
+        if self._progress.told_at is None:
             await self._client.finish()
-            self._progress.is_told = True
+            self._progress.told_at = self._means.clock.now()
 
     async def _pass_on(self, piece: Piece) -> None:
         client, progress = self._client, self._progress
@@ -232,7 +233,7 @@ class Course:
             progress.finish, progress.usage = piece.finish, piece.usage
             await client.start(200, {**JSON_HEAD, "Content-Length": str(len(piece.body))})
             await client.finish(piece.body)
-            progress.is_told = True
+            progress.told_at = self._means.clock.now()
             return
         self._ledger.note(piece)
         for event in piece:

@@ -52,7 +52,7 @@ class Progress:
     usage: Usage | None = None  # as the decode instance has told it
     failure: Failure | None = None
     failed_at: str | None = None
-    is_told: bool = False  # the client has the whole answer
+    told_at: float | None = None  # when the client had the whole answer
     cut_by: str | None = None  # client, deadline, drain
     last_sent: float = 0.0
     outcome: str | None = None  # how it ended, in the words of the metrics, and when
@@ -69,7 +69,8 @@ class Progress:
         facts: dict[str, Any] = {"transfer": self.transfer_id, "pair": self.pair_names, "attempt": self.attempt}
         if self.failover == "resumed":
             facts["failovers"] = 1
-        facts["ms"] = round((now - self.started) * 1000)
+        lasted_s = (now if self.told_at is None else self.told_at) - self.started
+        facts["ms"] = round(lasted_s * 1000)
         self._account_failover(metrics)
         hop = "decoding" if self.first_token is not None else "prefilling"
         is_late = failure is not None and failure.code == "deadline_exceeded"  # a worker may see it before this process
@@ -86,7 +87,7 @@ class Progress:
             log.logger().info("request_cancelled", by=cut_by, hop=hop, **facts)
         else:
             outcome = self.finish or "stop"
-            requests.request_seconds.observe(now - self.started)
+            requests.request_seconds.observe(lasted_s)
             facts |= self._prefill(requests) | self._tokens(requests)
             log.logger().info("request_finished", finish=self.finish, **facts)
         requests.requests_total(outcome).inc()

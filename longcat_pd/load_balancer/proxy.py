@@ -98,13 +98,17 @@ class Proxy:
         try:
             ends: set[asyncio.Future[Any]] = {work, left, late, cut}
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if progress.is_told and work not in done:  # who has the whole answer may go while the legs are closed
+            if (
+                progress.told_at is not None and work not in done
+            ):  # who has the whole answer may go while the legs are closed
                 done, _ = await asyncio.wait(ends - {left}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             # whatever ended it, the calls to the workers are closed before anything else happens
             await _end(work, *helpers)
         if not work.cancelled():
             work.result()
+        elif progress.told_at is not None:
+            return  # the client has the whole answer; only the end of its calls was cut
         elif left in done:
             progress.cut_by = "client"
         elif late in done:

@@ -135,6 +135,38 @@ async def test_the_end_of_d_closes_p() -> None:
     assert rig.cluster.of("p0")[0].state == "cancelled"
 
 
+@both_ways
+async def test_a_prefill_that_ends_just_behind_the_answer_is_no_cancel(
+    body: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rig = await Rig.make()
+    rig.script(p0=later(rig.clock, 0.5, prefilled), d0=good_stream if body is STREAMED else whole)
+    exchange = rig.post(body)
+    await settle()
+    assert exchange.is_complete and not exchange.task.done(), "the client waits for nothing"
+    await ended(rig, exchange, within_s=0.5)
+    assert rig.cluster.of("p0")[0].state == "done"
+    progress = rig.face.proxy.recent[-1]
+    assert progress.prefilled is not None and progress.told_at == progress.started == rig.clock.now() - 0.5
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if " request_finished " in line]
+    assert " ms=0 " in told and " prefill_ms=" in told
+
+
+@both_ways
+@pytest.mark.parametrize("end", ["deadline", "client"])
+async def test_what_comes_behind_the_whole_answer_makes_it_no_failure(body: Any, end: str) -> None:
+    rig = await Rig.make()
+    rig.script(p0=never, d0=good_stream if body is STREAMED else whole)
+    exchange = rig.post(body, **{"X-Request-Timeout": "0.5"} if end == "deadline" else {})
+    await settle()
+    assert exchange.is_complete
+    if end == "client":
+        await exchange.leave()
+    await ended(rig, exchange)
+    (progress,) = rig.face.proxy.recent
+    assert (progress.failure, progress.cut_by, progress.finish) == (None, None, "stop")
+
+
 # ---------------------------------------------------------------------- A1: the client's fault, found late
 
 
