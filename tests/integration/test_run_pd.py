@@ -11,6 +11,7 @@ import re
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +25,8 @@ from longcat_pd.cluster.processes import kill_sessions
 from longcat_pd.cluster.record import RunFolder, State
 from tests.clone import ROOT, Clone
 from tests.ports import free_base
+from tests.topology import IDLE_S
 
-BASE = free_base(250)
-PORTS = (
-    f"load_balancer.port={BASE}",
-    f"prefill.instances.0.http_port={BASE + 20}",
-    f"decode.instances.0.http_port={BASE + 120}",
-)
 READY = "The server is fired up and ready to roll!"
 QUESTION = "你好，请介绍一下自己"
 
@@ -68,8 +64,18 @@ def shared_memory_before() -> set[Path]:
 
 
 @pytest.fixture(scope="module")
-def started(clone: Clone, shared_memory_before: set[Path]) -> Iterator[Started]:
-    settings = [part for item in PORTS for part in ("--set", item)]
+def base() -> int:
+    return free_base(250)
+
+
+@pytest.fixture(scope="module")
+def started(clone: Clone, base: int, shared_memory_before: set[Path]) -> Iterator[Started]:
+    ports = (
+        f"load_balancer.port={base}",
+        f"prefill.instances.0.http_port={base + 20}",
+        f"decode.instances.0.http_port={base + 120}",
+    )
+    settings = [part for item in ports for part in ("--set", item)]
     done = verb(clone, "start", *settings, timeout_s=300.0)
     state = folder_of(clone).read()
     try:
@@ -93,8 +99,8 @@ def body(**fields: Any) -> dict[str, Any]:
     return {"model": "", "messages": messages, "max_tokens": 24, "temperature": 0.7, **fields}
 
 
-def test_the_printed_curl_is_that_of_the_readme_and_is_answered(started: Started) -> None:
-    assert started.curl.replace(str(BASE), "8081") in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+def test_the_printed_curl_is_that_of_the_readme_and_is_answered(started: Started, base: int) -> None:
+    assert started.curl.replace(str(base), "8081") in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     command = f"{started.curl} --silent --show-error --noproxy '*'"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
     answer = json.loads(done.stdout)
@@ -158,6 +164,7 @@ def test_the_log_tells_the_story_of_a_request_and_none_of_its_text(clone: Clone,
     asked = {**body(stream=False), "return_token_ids": True}
     answer = httpx.post(f"{running.url}/v1/chat/completions", json=asked, headers=headers, timeout=60.0, trust_env=False)
     assert answer.status_code == 200, answer.text
+    until_idle(running.url)  # P's line may come behind the answer
     told = verb(clone, "logs", "--request", "the-story").stdout.splitlines()
     ends = {line.split()[0]: line for line in told if " request_finished " in line}
     assert len(told) == 3 and sorted(ends) == ["balancer", "d0", "p0"], told
@@ -182,6 +189,13 @@ def test_the_log_tells_the_story_of_a_request_and_none_of_its_text(clone: Clone,
     text = answer.json()["choices"][0]["message"]["content"]
     assert QUESTION not in whole and (len(text) < 4 or text not in whole)
     assert verb(clone, "logs", "--level", "error").stdout == ""
+
+
+def until_idle(url: str) -> None:
+    limit = time.monotonic() + IDLE_S
+    while not (account := httpx.get(f"{url}/debug/accounting", timeout=60.0, trust_env=False).json())["idle"]:
+        assert time.monotonic() < limit, account
+        time.sleep(0.05)
 
 
 def _fact(line: str, name: str) -> str:
