@@ -202,7 +202,7 @@ async def _all_linked(pool: Pool) -> None:
     async with asyncio.timeout(UP_S):
         await pool.has_been_ready.wait()
         while not all(one.is_in and set(one.said["peers"].values()) == {"up"} for one in pool.instances.values()):
-            await asyncio.sleep(0.02)
+            await pool.news()
 
 
 async def _client(stack: contextlib.AsyncExitStack, host: str, port: int) -> tuple[str, httpx.AsyncClient]:

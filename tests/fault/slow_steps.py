@@ -12,7 +12,7 @@ from longcat_pd.engine.plan import StepOutput, StepPlan
 from longcat_pd.engine.runner import ModelRunner
 from longcat_pd.prefill_worker import rank as prefill_rank
 
-SLOW_S = {397: 0.3, 398: 1.0, 399: 5.0}  # seconds of a step by length of the prompt; of a decode step a tenth
+SLOW_S = {397: 0.3, 398: 1.0, 399: 8.0}  # seconds of a step by length of the prompt; of a decode step a tenth
 
 
 def prefill(config: str) -> None:

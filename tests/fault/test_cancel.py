@@ -26,13 +26,19 @@ BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "i
 @pytest.fixture
 async def topology(tiny: MakeCheckpoint, tmp_path: Path) -> AsyncIterator[Topology]:
     path = cluster_file(
-        tmp_path, tiny("2.0"), prefill={"pp_size": 2, "cp_size": 2}, decode={"kvp_size": 2, "attn_tp_size": 2}
+        tmp_path,
+        tiny("2.0"),
+        prefill={"pp_size": 2, "cp_size": 2},
+        decode={"kvp_size": 2, "attn_tp_size": 2},
+        prefill_engine={"max_model_len": 1024},
+        decode_engine={"max_model_len": 1024},
     )
     async with pools(resolve.load(path, ["model.dtype=float32"])) as topology:
         yield topology
 
 
 NUM_LONG = 300  # tokens of an answer that lasts while others come and go, however busy the machine is
+NUM_ENDLESS = 700  # of one that nobody waits for: several seconds
 
 
 async def leave_after(topology: Topology, seconds: float, **fields: Any) -> bool:
@@ -57,11 +63,17 @@ async def inside(topology: Topology, **wanted: tuple[int, int]) -> None:
         await asyncio.sleep(0.01)
 
 
+def steps(topology: Topology, name: str, phase: str) -> float:
+    """How many an instance has done."""
+    lines = topology.parts[name].metrics.render().decode().splitlines()
+    mark = f'phase="{phase}"'
+    (count,) = (line for line in lines if line.startswith("longcat_pd_step_seconds_count{") and mark in line)
+    return float(count.rpartition(" ")[2])
+
+
 def prefill_steps(topology: Topology) -> float:
     """How many p0 has done."""
-    lines = topology.parts["p0"].metrics.render().decode().splitlines()
-    (count,) = (line for line in lines if line.startswith("longcat_pd_step_seconds_count{") and 'phase="prefill"' in line)
-    return float(count.rpartition(" ")[2])
+    return steps(topology, "p0", "prefill")
 
 
 async def incarnations(topology: Topology) -> list[str]:
@@ -80,7 +92,10 @@ async def test_leaving_at_every_twentieth_of_a_life(topology: Topology, is_strea
     life = min(lives)  # one may have been disturbed
     ended = 0
     for part in range(20):
-        ended += await leave_after(topology, life * part / 20, stream=is_streamed)
+        began = time.monotonic()
+        if await leave_after(topology, life * part / 20, stream=is_streamed):
+            ended += 1
+            life = min(life, time.monotonic() - began)  # the machine has less to do than it had
         await topology.idle_within()
     assert ended < 10, "most calls were meant to be left in the middle"
     assert (await topology.complete(PROMPT, max_tokens=24))["token_ids"] == first["token_ids"]
@@ -98,18 +113,22 @@ async def test_many_leave_at_once_while_others_stay(topology: Topology) -> None:
 
 
 async def test_a_deadline_ends_a_request_in_any_phase(topology: Topology) -> None:
-    late = []
-    for limit in (0.05, 0.15, 0.3, 0.6):
+    late, limits = [], (0.05, 0.15, 0.3, 0.6)
+    before = steps(topology, "d0", "decode")
+    for limit in limits:
         began = time.monotonic()
         answer = await topology.client.post(
-            "/v1/completions", json={**BODY, "max_tokens": 200}, headers={"X-Request-Timeout": str(limit)}
+            "/v1/completions", json={**BODY, "max_tokens": NUM_ENDLESS}, headers={"X-Request-Timeout": str(limit)}
         )
         late.append(time.monotonic() - began - limit)
         assert answer.status_code == 504, answer.text
         assert answer.json()["error"]["code"] == "deadline_exceeded"
         await topology.idle_within()
     print(f"told {', '.join(f'{1000 * seconds:.0f} ms' for seconds in late)} after the deadline")
-    assert statistics.median(late) < 0.5 and max(late) < 2.0, "before the answer would have ended"
+    assert statistics.median(late) < 1.0 and max(late) < 3.0, "before the answer would have ended"
+    assert steps(topology, "d0", "decode") - before < NUM_ENDLESS * len(limits) / 2, (
+        "what is late is not decoded to its end"
+    )
 
 
 async def test_leaving_while_queued_for_the_decode_pool(tiny: MakeCheckpoint, tmp_path: Path) -> None:

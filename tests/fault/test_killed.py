@@ -38,9 +38,9 @@ def make_file(tiny: MakeCheckpoint, folder: Path) -> Path:
     )
 
 
-async def call(topology: Topology, *, is_streamed: bool, first: int = PROMPT[0]) -> list[int] | str:
+async def call(topology: Topology, *, is_streamed: bool, first: int = PROMPT[0], **fields: Any) -> list[int] | str:
     """Token ids of a good answer, or the code of a typed error. Anything else fails. ``first``: id of the prompt."""
-    body = {**BODY, "prompt": [first, *PROMPT[1:]], "stream": is_streamed}
+    body = {**BODY, "prompt": [first, *PROMPT[1:]], "stream": is_streamed, **fields}
     ids: list[int] = []
     async with topology.client.stream("POST", "/v1/completions", json=body) as answer:
         text = (await answer.aread()).decode()
@@ -95,7 +95,7 @@ async def test_a_driver_is_killed_and_comes_back(
 async def test_the_balancer_is_killed_and_comes_back(tiny: MakeCheckpoint, tmp_path: Path) -> None:
     async with running(make_file(tiny, tmp_path)) as (processes, topology):
         good = await call(topology, is_streamed=False)
-        calls = [asyncio.ensure_future(call(topology, is_streamed=bool(i % 2))) for i in range(4)]
+        calls = [asyncio.ensure_future(call(topology, is_streamed=bool(i % 2), max_tokens=150)) for i in range(4)]
         await asyncio.sleep(0.3)
         processes.signal("balancer")
         for outcome in await asyncio.gather(*calls, return_exceptions=True):

@@ -30,8 +30,8 @@ NUM_ROUNDS = 20
 PROMPT = list(range(100, 120))
 SLOW = list(range(100, 100 + min(SLOW_S)))  # seven chunks of 0.3 s
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-KNOWN_S = 3.0  # an error is told so long after it is known; a second on a machine that does nothing else
-CLOSED_S = 3.0  # and so long after that both calls are closed; the same second
+KNOWN_S = 8.0  # an error is told so long after it is known; a second on a machine that does nothing else
+CLOSED_S = 8.0  # and so long after that both calls are closed; the same second
 
 
 class Site:
@@ -90,7 +90,7 @@ class Site:
 
     async def ready(self) -> None:
         """All instances are in: a refused connection puts one out for up to a second."""
-        until = asyncio.get_running_loop().time() + 5.0
+        until = asyncio.get_running_loop().time() + 15.0
         while True:
             said = (await self.topology.client.get("/ready")).json()
             if all(instance["ready"] for instance in said["instances"].values()):
@@ -208,7 +208,7 @@ async def test_the_prefill_of_a_failed_attempt_does_not_run_to_its_end(
         before = s.steps("p0", "prefill")
         s.script(role, Act("reset", after_s=0.5))
         assert (await s.ask(is_streamed=False, prompt=SLOW))[:2] == (503, "worker_unavailable")
-        await s.behind.idle_within(4.0)
+        await s.behind.idle_within()
         assert 0 < s.steps("p0", "prefill") - before < 7, "the prompt has seven chunks"
         await s.check(right)
 

@@ -19,8 +19,10 @@ from longcat_pd.fault.command import main as fault
 from longcat_pd.log import logger
 from tests.fault.switched import PROMPT, Switched, now, switched, until
 from tests.parity.conftest import MakeCheckpoint
+from tests.topology import IDLE_S
 
-PAIRING_S, QUEUE_S, TRANSFER_S, SILENT_S = 2.0, 0.5, 2.0, 5.0
+PAIRING_S, QUEUE_S, TRANSFER_S, SILENT_S = 2.0, 1.5, 2.0, 5.0
+SLOW_S = 6.0
 LOST = (502, "transfer_failed")
 
 
@@ -34,12 +36,14 @@ async def test_slow_is_not_dead(tiny: MakeCheckpoint, tmp_path: Path) -> None:
             assert await topology.outcome() == right
             assert now() - began > 0.9, f"{name} at {instance} was not seen"
             await topology.clear(instance)
-        await topology.set_fault("d0", "slow_step", seconds=3.0)
+        await topology.set_fault("d0", "slow_step", seconds=SLOW_S)
         began = now()
         assert await topology.outcome(limit_s=1.0) == (504, "deadline_exceeded")
-        assert 1.0 <= now() - began < 3.0, "within a second of its deadline, and not when the step ends"
+        took = now() - began
+        print(f"told {took - 1.0:.2f} s after the deadline")
+        assert 1.0 <= took < SLOW_S, "at its deadline, and not when the step ends"
         assert await topology.outcome() == right
-        await topology.idle_within(5.0)
+        await topology.idle_within()
 
 
 @pytest.mark.slow
@@ -77,7 +81,7 @@ async def test_half_a_pair(tiny: MakeCheckpoint, tmp_path: Path) -> None:
             began = now()
             assert await asyncio.wait_for(topology.outcome(), 15.0) == end, record
             logger().info("half_a_pair", lost=record, seconds=now() - began)
-            await topology.idle_within(TRANSFER_S + 3.0)
+            await topology.idle_within(TRANSFER_S + IDLE_S)
             assert await topology.outcome() == right
         ends = await asyncio.wait_for(asyncio.gather(leg_alone(topology, "p0"), leg_alone(topology, "d0")), 15.0)
         assert ends == [502, 502]

@@ -20,6 +20,7 @@ from longcat_pd.cluster.jobs import Event, Job, Order, Orders, as_line
 from longcat_pd.cluster.processes import Children, Process, kill_sessions, life, send, wait_for_end
 from longcat_pd.cluster.record import RunFolder, State
 from longcat_pd.errors import ConfigError
+from tests.ports import free_base
 from tests.unit.test_resolve import CHECKPOINT
 
 # Answers /ready, starts a child that outlives it, ends on SIGTERM.
@@ -42,31 +43,17 @@ server.serve_forever()
 """
 
 
-def free_base() -> int:
-    """A port with five free ones behind it."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            base = int(probe.getsockname()[1])
-        try:
-            for offset in range(6):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", base + offset))
-        except OSError:
-            continue
-        return base
-
-
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "config.json").write_text(json.dumps(CHECKPOINT))
     (tmp_path / "weights" / "model.safetensors").touch()
+    base = free_base(30)
     sections = {
         "model": {"path": "weights"},
-        "load_balancer": {"port": free_base()},
-        "prefill": {"instances": [{"name": "p0", "http_port": free_base()}]},
-        "decode": {"instances": [{"name": "d0", "http_port": free_base()}]},
+        "load_balancer": {"port": base},
+        "prefill": {"instances": [{"name": "p0", "http_port": base + 10}]},
+        "decode": {"instances": [{"name": "d0", "http_port": base + 20}]},
     }
     file = tmp_path / "small.yaml"
     file.write_text(json.dumps(sections))
@@ -224,7 +211,7 @@ def test_logs_of_another_cluster_that_runs_are_left_alone(run: Runner, tmp_path:
 def test_stop_waits_no_longer_than_told_and_kills(run: Runner) -> None:
     run.scripts["p0"] = SERVICE.replace("lambda *_: sys.exit(0)", "signal.SIG_IGN")
     assert run("start") == 0
-    assert run("stop", "--timeout-s", "0.5") == 1
+    assert run("stop", "--timeout-s", "3") == 1
     assert "did not end by themselves: p0" in run.out
     assert run.folder.read() is None
 

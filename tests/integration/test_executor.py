@@ -45,6 +45,7 @@ from tests.ports import free_base
 
 T = TypeVar("T")
 SPEED = 20.0
+LATE_S = 60.0  # of fast time, in which a busy machine does what it is to do after 15
 
 
 class FastClock:
@@ -246,6 +247,15 @@ async def test_the_start_is_told_rank_by_rank_and_step_by_step() -> None:
         assert r.executor.rank_states()[0].accounts.rank == 0 and r.failures == []
 
 
+def is_gone(r: Rig, rank: int) -> bool:
+    """Whether ZeroMQ has noticed that it has hung up."""
+    try:
+        r.executor.order(FaultOrder(clear="spin"), rank)
+    except wire.Unsendable:
+        return True
+    return False
+
+
 async def test_an_order_reaches_all_ranks_that_are_there() -> None:
     order = FaultOrder(clear="spin")
     async with rig(3) as r:
@@ -253,7 +263,7 @@ async def test_an_order_reaches_all_ranks_that_are_there() -> None:
             r.executor.order(order, None)
         await r.start()
         r.ranks[0].plans.close()
-        await asyncio.sleep(0.2)
+        await r.until(lambda: is_gone(r, 0))
         with pytest.raises(wire.Unsendable, match=r"ranks \[0\]"):
             r.executor.order(order, None)
         r.executor.order(order, 2)
@@ -336,7 +346,7 @@ async def test_a_silent_rank_comes_back_or_is_lost() -> None:
         r.ranks[1].fall_silent()
         began = time.monotonic()
         await r.until(lambda: bool(r.failures))
-        assert 14.0 <= (time.monotonic() - began) * SPEED <= 25.0
+        assert 14.0 <= (time.monotonic() - began) * SPEED <= LATE_S
         assert isinstance(r.failures[0], RankLost) and "rank 1 has been silent" in r.failures[0].message
 
 
@@ -456,7 +466,7 @@ async def test_a_rank_that_never_calls_ends_the_start_and_is_named() -> None:
         r.ranks[2].plans.send([b""])
         with pytest.raises(RankLost, match=r"ranks \[1\] did not come up within 15 s"):
             await asyncio.wait_for(starting, 5.0)
-        assert (time.monotonic() - began) * SPEED <= 25.0
+        assert (time.monotonic() - began) * SPEED <= LATE_S
         assert len(r.failures) == 1 and r.processes.calls == ["start", "dump_stacks", "stop"]
 
 

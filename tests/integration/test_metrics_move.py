@@ -23,6 +23,7 @@ BY_OTHERS: dict[str, set[str]] = {
     DECODE: {"compilations"},
     ALONE: {"compilations"},
 }
+GAUGES = {"inflight_requests", "sequences", "transfers_open"}  # which are zero again behind a request
 ADMIN = {"Authorization": "Bearer chief"}
 COMPLETIONS = "/v1/completions"
 DRAFTS = {"num_draft_tokens": 2}
@@ -124,6 +125,13 @@ async def test_every_metric_of_every_kind_of_process_is_moved(tiny: MakeCheckpoi
                 late = {**BODY, "prompt": list(range(first, first + 400)), "max_tokens": 100}
                 await pair.client.post(COMPLETIONS, json=late, headers={"X-Request-Timeout": "0.05"})
                 await watch.look()
+        for first in range(400, 420):  # P is busy for a moment only, in which somebody has to look
+            if watch.processes["p0"].never_moved & GAUGES:
+                asked = asyncio.ensure_future(
+                    pair.client.post(COMPLETIONS, json={**BODY, "prompt": [first, *range(5, 405)]})
+                )
+                while not asked.done():
+                    await watch.look()
         await watch.drain()
         assert unmoved(watch) == {kind: BY_OTHERS[kind] for kind in (BALANCER, PREFILL, DECODE)}
     front = LoadBalancerConfig(admin_key_file=str(tmp_path / "admin"))

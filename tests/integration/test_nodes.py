@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.fault.test_killed import call
 from tests.parity.conftest import MakeCheckpoint
 from tests.processes import Processes, instance_answer, ranks_of, ready, running
-from tests.topology import cluster_file, standalone
+from tests.topology import Topology, cluster_file, standalone
 
 PROMPT = list(range(20, 120))
 SOON_S = 30.0  # a failed start is over on all nodes
@@ -47,6 +47,17 @@ def split_file(tiny: MakeCheckpoint, folder: Path) -> Path:
     )
 
 
+async def until_running(processes: Processes, topology: Topology, count: int) -> None:
+    """Until so many requests are computed at d0."""
+    until = time.monotonic() + SOON_S
+    while True:
+        driver = (await instance_answer(processes, topology, "d0", "/debug/accounting"))["driver"]
+        if driver["requests_running"] == count:
+            return
+        assert time.monotonic() < until, driver
+        await asyncio.sleep(0.01)
+
+
 def left_of(processes: Processes, *names: str) -> list[int]:
     """Orphans."""
     return [left for name in names for left in processes.left_of(name, grace_s=8.0)]
@@ -65,7 +76,7 @@ async def test_four_nodes_answer_as_one_engine_and_drain_when_all_are_told_to_en
             assert [(rank["rank"], rank["node"]) for rank in info["memory"]] == list(enumerate(nodes))
             assert len(ranks_of(processes.running[name])) == len(ranks_of(processes.running[f"{name}.1"])) == 1
         under_way = asyncio.ensure_future(topology.complete(PROMPT, max_tokens=60))
-        await asyncio.sleep(0.3)
+        await until_running(processes, topology, 1)
         for name in WORKERS:
             processes.signal(name, signal.SIGTERM)
         assert (await under_way)["token_ids"] == expected
@@ -75,8 +86,10 @@ async def test_four_nodes_answer_as_one_engine_and_drain_when_all_are_told_to_en
 
 async def test_a_node_and_a_driver_are_killed(tiny: MakeCheckpoint, tmp_path: Path) -> None:
     async with running(split_file(tiny, tmp_path)) as (processes, topology):
-        under_way = [asyncio.ensure_future(call(topology, is_streamed=streamed)) for streamed in (True, False)]
-        await asyncio.sleep(0.3)
+        under_way = [
+            asyncio.ensure_future(call(topology, is_streamed=streamed, max_tokens=200)) for streamed in (True, False)
+        ]
+        await until_running(processes, topology, 2)
         processes.signal("d0.1")
         assert await asyncio.to_thread(processes.wait, "d0") == 1
         assert "node 1 (127.0.0.4) of d0 is gone" in processes.log("d0")
@@ -88,7 +101,7 @@ async def test_a_node_and_a_driver_are_killed(tiny: MakeCheckpoint, tmp_path: Pa
         await ready(topology.url, topology.client)
         assert isinstance(await call(topology, is_streamed=False), list), "both come back on the same ports"
         last = asyncio.ensure_future(call(topology, is_streamed=False))
-        await asyncio.sleep(0.3)
+        await until_running(processes, topology, 1)
         processes.signal("d0.1", signal.SIGTERM)
         assert isinstance(await last, list), "a node that is told to end has its instance drain"
         assert [await asyncio.to_thread(processes.wait, name) for name in ("d0", "d0.1")] == [1, 0]

@@ -245,6 +245,6 @@ def test_a_rank_ends_with_its_driver(checkpoint: Path) -> None:
         driver.kill()
         began = time.monotonic()
         while Path(f"/proc/{pid}").exists():
-            assert time.monotonic() - began < 5.0
+            assert time.monotonic() - began < LIMIT_S
             time.sleep(0.05)
     outputs.close()

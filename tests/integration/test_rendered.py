@@ -6,6 +6,7 @@ A mount namespace for each process stands for its pod. Kubernetes is not here.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -105,7 +106,7 @@ class Pods:
         """Tell all to end at once, as a deletion does; exit statuses."""
         for process in self.processes.values():
             send(process, signal.SIGTERM)
-        wait_for_end(list(self.processes.values()), timeout_s=30.0, all_of_them=True)
+        wait_for_end(list(self.processes.values()), timeout_s=90.0, all_of_them=True)
         return {name: self._children.exit_status(process) for name, process in self.processes.items()}
 
 
@@ -116,11 +117,15 @@ async def test_the_containers_of_a_cluster_answer_and_drain(tiny: MakeCheckpoint
         async with httpx.AsyncClient(base_url=pods.url, timeout=30.0) as client:
             await ready(pods.url, client)
             body = {"prompt": list(range(20, 60)), "max_tokens": 40, "temperature": 0, "ignore_eos": True}
-            asked = asyncio.ensure_future(client.post("/v1/completions", json=body))
-            await asyncio.sleep(0.2)
-            ends = await asyncio.to_thread(pods.end)
-            answer = await asked
-        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 40
+            streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+            async with client.stream("POST", "/v1/completions", json=streamed) as answer:
+                lines = answer.aiter_lines()
+                assert (await anext(lines)).startswith("data: {"), answer.status_code
+                ending = asyncio.ensure_future(asyncio.to_thread(pods.end))
+                *_, usage, done = [line async for line in lines if line]
+            ends = await ending
+        assert done == "data: [DONE]"
+        assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 40
         assert list(ends.values()) == [0] * 5, ends
     finally:
         kill_sessions(list(pods.processes.values()))

@@ -194,7 +194,7 @@ async def test_giving_a_call_up_closes_its_connection() -> None:
         call = asyncio.ensure_future(client.get("/"))
         await has_asked.wait()
         call.cancel()
-        assert await asyncio.wait_for(worker.ended.get(), 1.0) == b""
+        assert await asyncio.wait_for(worker.ended.get(), 5.0) == b""
 
 
 @pytest.mark.parametrize("turns", range(12))
@@ -251,7 +251,7 @@ async def test_leaving_a_stream_closes_its_connection() -> None:
     async with talk(endless) as (worker, client):
         async with client.stream("GET", "/") as response:
             assert await anext(response.aiter_raw()) == b"a"
-        assert await asyncio.wait_for(worker.ended.get(), 1.0) == b""
+        assert await asyncio.wait_for(worker.ended.get(), 5.0) == b""
 
 
 async def test_a_slow_reader_holds_the_worker_up() -> None:
