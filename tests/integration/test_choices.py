@@ -137,7 +137,7 @@ async def test_many_choices_over_narrow_pools(tmp_path: Path) -> None:
 async def test_choices_wait_for_their_own_body_as_long_as_it_takes(tmp_path: Path) -> None:
     """Longer than others wait for room, which they have none of meanwhile."""
     write_tiny(tmp_path / "m", "2.0", dtype="float32")
-    body = {"prompt": [7, 8], "n": 5, "max_tokens": 450, "ignore_eos": True}
+    body = {"prompt": [7, 8], "n": 5, "max_tokens": 250, "ignore_eos": True}
     async with narrow(tmp_path / "m", tmp_path, queue_timeout_s=0.4) as topology:
         many = asyncio.ensure_future(post(topology, **body))
         await until_busy(topology, running=1)
