@@ -45,7 +45,7 @@ def cluster_tree(hosts: Hosts, *, model: Path = Path("/nowhere")) -> dict[str, A
             "user": "root",
             "identity_file": str(hosts.identity),
             "known_hosts_file": str(hosts.known_hosts),
-            "connect_timeout_s": 2,
+            "connect_timeout_s": 5,
             "path": place(hosts),
             "python": sys.executable,
         },

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-END_S, UP_S = 10.0, 10.0
+END_S, UP_S = 60.0, 60.0
 SSH_PORT = 22
 TOOLS = ("ip", "mount", "nsenter", "rsync", "setpriv", "ssh", "ssh-keygen", "unshare")
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
@@ -163,10 +163,21 @@ class Hosts:
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=120,
         )
         assert not check or done.returncode == 0, f"host {number}: {command}: {done.returncode} {done.stderr}"
         return done.stdout
+
+    def listen(self, number: int, port: int) -> int:
+        """A process of a host that has this port, as long as the test lasts; its id there."""
+        code = f"import socket, time; s = socket.create_server(('{self.address(number)}', {port})); time.sleep(3600)"
+        pid = self.exec(number, f'setsid {sys.executable} -c "{code}" >/dev/null 2>&1 </dev/null & echo $!').strip()
+        deadline = time.monotonic() + UP_S
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection((self.address(number), port), timeout=1.0):
+                return int(pid)
+            assert time.monotonic() < deadline, f"nobody listens at {self.address(number)}:{port}"
+            time.sleep(0.02)
 
     def write(self, number: int, path: str | Path, text: str, *, mode: int = 0o755) -> None:
         """A file of a host's disk; its folders are made."""
@@ -174,7 +185,7 @@ class Hosts:
         life = self._lives[number]
         enter = ("nsenter", "--target", str(_child_of(life.pid)), "--mount")
         script = f"mkdir -p '{folder}' && cat >'{path}' && chmod {mode:o} '{path}'"
-        subprocess.run([*enter, "sh", "-c", script], input=text.encode(), check=True, timeout=60)
+        subprocess.run([*enter, "sh", "-c", script], input=text.encode(), check=True, timeout=120)
 
     def new_host_key(self, number: int) -> None:
         """As after a machine was set up anew: the same address, another key. It is restarted."""
@@ -312,7 +323,7 @@ def _in(keeper: subprocess.Popen[bytes], *command: str) -> str:
 
 
 def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, f"{' '.join(command)}: {done.returncode} {done.stderr}"
     return done.stdout
 

@@ -19,7 +19,7 @@ from tests.hosts.clusters import cluster_tree, place, write_cluster
 from tests.hosts.rig import Hosts
 
 ENGINE = {"block_size": 16, "max_num_seqs": 4, "rank_lost_s": 4, "step_timeout_s": 20, "drain_timeout_s": 4}
-SOON_S = 45.0  # a dead link is noticed after 15 s, one who gave a job and has gone after 30
+SOON_S = 120.0  # a dead link is noticed after 15 s, one who gave a job and has gone after 30
 
 
 class Cluster:
@@ -51,7 +51,7 @@ class Cluster:
         print(f"{verb} -> {done.returncode}\n{done.stdout}")
         return done.returncode
 
-    def ask(self, timeout_s: float = 30.0) -> tuple[int, Any]:
+    def ask(self, timeout_s: float = 120.0) -> tuple[int, Any]:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0}
         answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=timeout_s, trust_env=False)
         return answer.status_code, answer.json()
@@ -103,7 +103,7 @@ def test_start_answers_stop_and_nothing_stays(cluster: Cluster) -> None:
 def test_a_link_that_is_cut_in_service_and_comes_back(cluster: Cluster) -> None:
     assert cluster("start") == 0, cluster.said
     cluster.hosts.link(1, False)
-    status, answer = cluster.ask(timeout_s=60.0)
+    status, answer = cluster.ask()
     assert status >= 500 and "error" in answer, "ranks of the decode instance cannot be reached"
     assert cluster("status") != 0 and cluster.hosts.address(1) in cluster.said
     cluster.hosts.link(1, True)
@@ -118,7 +118,7 @@ def test_a_link_that_is_cut_in_service_and_comes_back(cluster: Cluster) -> None:
 def test_a_host_that_loses_its_power_in_service(cluster: Cluster) -> None:
     assert cluster("start") == 0, cluster.said
     cluster.hosts.kill(1)
-    status, answer = cluster.ask(timeout_s=60.0)
+    status, answer = cluster.ask()
     assert status >= 500 and "error" in answer
     assert cluster("logs", "--lines", "200") != 3
     missed = (f"rank 1 on {cluster.hosts.address(1)} has", f"node 1 ({cluster.hosts.address(1)}) of d0")
@@ -166,8 +166,7 @@ def test_weights_that_one_host_lacks(cluster: Cluster) -> None:
 
 def test_a_port_that_is_taken(cluster: Cluster) -> None:
     address = cluster.hosts.address(2)
-    listen = f"import socket, time; s = socket.create_server(('{address}', 30001)); time.sleep(300)"
-    cluster.hosts.exec(2, f'{sys.executable} -c "{listen}" >/dev/null 2>&1 </dev/null &')
+    cluster.hosts.listen(2, 30001)
     assert cluster("start") == 2
     assert f"port 30001 on {address}" in cluster.said and "is taken by pid" in cluster.said
     assert [cluster.hosts.processes(number) for number in (0, 1, 3)] == [[]] * 3

@@ -152,12 +152,21 @@ def test_a_link_that_dies_while_it_is_copied(
     assert code() == 0
     before = currents(hosts)
     (root / "large").write_bytes(os.urandom(48 << 20))
-    cut = threading.Timer(0.6, lambda: hosts.link(1, False))
-    cut.start()
+    sent, is_over = f"find {place(hosts)}/releases -name '.large*' -size +1M", threading.Event()
+
+    def cut() -> None:
+        """Once a part of it has come."""
+        while not hosts.exec(1, sent, check=False) and not is_over.wait(0.01):
+            pass
+        hosts.link(1, False)
+
+    cutting = threading.Thread(target=cut)
+    cutting.start()
     try:
         assert code() == 2
     finally:
-        cut.join()
+        is_over.set()
+        cutting.join()
         hosts.link(1, True)
     assert f"error: {hosts.address(1)}: " in capsys.readouterr().err
     assert currents(hosts) == before
@@ -289,7 +298,7 @@ def test_start_up_files_that_speak_or_end_the_shell(
 
 def test_two_at_once_are_kept_apart(hosts: Hosts, root: Path, code: Distribute, capsys: pytest.CaptureFixture[str]) -> None:
     hosts.exec(2, f"mkdir -p {place(hosts)}/releases")
-    hosts.exec(2, f"exec 9>{place(hosts)}/releases/.lock && flock -n 9 && setsid sleep 20 >/dev/null 2>&1 </dev/null &")
+    hosts.exec(2, f"exec 9>{place(hosts)}/releases/.lock && flock -n 9 && setsid sleep 600 >/dev/null 2>&1 </dev/null &")
     assert code() == 1
     assert f"{hosts.address(2)}: another run_pd.sh code is at work" in capsys.readouterr().err
     assert currents(hosts) == ["none"] * 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,8 +68,7 @@ def test_hosts_that_are_as_they_should_be(hosts: Hosts, root: Path, look: Doctor
 
 
 def test_what_is_wrong_with_a_host_is_a_row_of_it(hosts: Hosts, root: Path, look: Doctor) -> None:
-    listen = f"import socket, time; s = socket.create_server(('{hosts.address(2)}', 30001)); time.sleep(100)"
-    hosts.exec(2, f'{sys.executable} -c "{listen}" >/dev/null 2>&1 </dev/null &')
+    hosts.listen(2, 30001)
     shards = hosts.exec(0, f"ls {hosts.disk}/model | grep safetensors$").split()
     hosts.exec(0, f"rm {hosts.disk}/model/{shards[0]}")
     hosts.exec(1, f"truncate -s -7 {hosts.disk}/model/{shards[0]}")
@@ -112,8 +110,7 @@ def test_keys_that_are_missing_empty_open_or_others(hosts: Hosts, look: Doctor) 
 
 
 def test_ports_of_the_cluster_itself_are_no_fault(hosts: Hosts, look: Doctor) -> None:
-    listen = f"import socket, time; s = socket.create_server(('{hosts.address(2)}', 30001)); time.sleep(100)"
-    pid = hosts.exec(2, f'setsid {sys.executable} -c "{listen}" >/dev/null 2>&1 </dev/null & echo $!').strip()
+    pid = hosts.listen(2, 30001)
     record = f'{{"processes": [{{"pid": {pid}}}]}}'
     hosts.write(2, f"{place(hosts)}/run/another/state.json", record)
     assert [row.split(" by pid ")[0] for row in look().bad()] == [
