@@ -380,7 +380,7 @@ class Exchange:
         return [event[6:] for event in found]
 
     async def end(self) -> Exchange:
-        await asyncio.wait_for(asyncio.shield(self.task), 5)
+        await asyncio.wait_for(asyncio.shield(self.task), 60)
         return self
 
     async def leave(self) -> None:

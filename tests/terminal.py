@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TextIO
 
+MARK = b"\x1b[99;99n"  # nobody writes it
+
 
 class Terminal:
     """``stream`` is for whoever writes, ``seen`` for whoever looks.
@@ -35,11 +37,13 @@ class Terminal:
                     self._news.notify_all()
 
     def seen(self) -> str:
-        """What has been written since the last look."""
+        """What has been written since the last look, and until nothing more comes."""
         with self._news:
             while self._news.wait(0.1):
                 pass
-            data, self._data = self._data, b""
+            os.write(self.stream.fileno(), MARK)  # what was written before has come when this has, however late
+            assert self._news.wait_for(lambda: MARK in self._data, 60.0), "nobody reads the terminal"
+            data, self._data = self._data.replace(MARK, b""), b""
         return data.decode()
 
     def screen(self) -> list[str]:

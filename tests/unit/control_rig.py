@@ -212,7 +212,7 @@ class Leg:
     async def ends(self) -> list[BaseException | None]:
         """Of P's and D's leg: None or the error."""
         tasks = [t for t in (self.p, self.d) if t is not None]
-        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5.0)
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60.0)
         return [r if isinstance(r, BaseException) else None for r in results]
 
 

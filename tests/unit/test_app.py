@@ -18,6 +18,7 @@ from longcat_pd.metrics import Metrics
 from longcat_pd.server.app import worker_front
 from longcat_pd.server.gate import Gate
 from longcat_pd.server.text import TextProcessor
+from tests.manual_clock import settle
 from tests.unit.fake_service import EOS, LEG, TRANSFER, FakeService, events_of, make_app, plays, write_folder
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -207,7 +208,7 @@ async def test_the_probe(folder):
     service.time = 100.0
     async with client_of(service) as client:
         probes = [asyncio.create_task(client.get("/health_generate")) for _ in range(5)]
-        await asyncio.sleep(0.02)
+        await settle(500)  # turns, and no time: all of them have joined, however slow the machine is
         going.set()
         answers = [(await probe).json() for probe in probes]
         assert len(service.requests) == 1 and service.requests[0].sampling.temperature == 0
@@ -617,10 +618,10 @@ async def test_a_client_that_leaves_ends_its_request(folder, role, stream, num_t
     headers = [(name.lower().encode(), value.encode()) for name, value in LEG.items()]
     task = asyncio.create_task(drive(app, COMPLETIONS, receive=receive, headers=headers))
     await reached.wait()
-    await asyncio.sleep(0.01)
+    await settle()
     assert service.num_running == n and gate.num_open == 1
     gone.set()
-    sent = await asyncio.wait_for(task, 0.4)
+    sent = await asyncio.wait_for(task, 10.0)
     assert service.num_running == 0 and gate.num_open == 0
     has_begun = stream and num_tokens and role != "prefill"
     assert [m["type"] for m in sent][:1] == (["http.response.start"] if has_begun else [])

@@ -38,5 +38,5 @@ async def test_what_is_cancelled_has_ended_and_is_no_defect() -> None:
 
     background.keep(wait())
     await asyncio.sleep(0)
-    await asyncio.wait_for(background.cancel(), 1.0)
+    await asyncio.wait_for(background.cancel(), 60.0)
     assert (ended, told) == (["wait"], [])

@@ -62,10 +62,10 @@ def answer_grammar(schema):
 
 
 def refusal(make):
-    begun = time.perf_counter()
+    begun = time.process_time()
     with pytest.raises(InvalidRequest) as caught:
         make()
-    assert time.perf_counter() - begun < 1
+    assert time.process_time() - begun < 3  # the longest takes 0.4
     return caught.value
 
 
@@ -447,7 +447,7 @@ def test_circles_and_many_references_name_what_they_can():
     begun = time.process_time()
     for name, kinds in (("Circle", {"string"}), ("W", {"string"}), ("A0", set()), ("B0", set()), ("A39", {"string"})):
         assert named_kinds({"$ref": f"#/$defs/{name}"}, document) == kinds, name
-    assert time.process_time() - begun < 0.5
+    assert time.process_time() - begun < 1  # it takes 0.03
     error = refusal(
         lambda: constraints("longcat_xml").grammar(forced(tool({"properties": {"a": CIRCLE}, "$defs": ENUMS})), PLAIN)
     )
@@ -502,14 +502,14 @@ async def test_slow_grammars_leave_threads_to_those_who_encode(tmp_path):
     """A prompt that is encoded in a thread does not wait for all grammars before it."""
     service = FakeService(folder := write_folder(tmp_path), plays([EOS]))
     loop, go_on = asyncio.get_running_loop(), threading.Event()
-    face = Face(service, TextProcessor.load(folder), check_grammar=lambda grammar: "" if go_on.wait(9) else "late")
+    face = Face(service, TextProcessor.load(folder), check_grammar=lambda grammar: "" if go_on.wait(60) else "late")
     with ThreadPoolExecutor(2) as threads:
         loop.set_default_executor(threads)
         opening = [
-            asyncio.ensure_future(face.encoded.open(answer_body({"minimum": i}), face.call("r", 9))) for i in range(8)
+            asyncio.ensure_future(face.encoded.open(answer_body({"minimum": i}), face.call("r", 60))) for i in range(8)
         ]
         await asyncio.sleep(0)
-        assert len(await asyncio.wait_for(face.encoded.encode_text("x" * 5000), 5)) > 0
+        assert len(await asyncio.wait_for(face.encoded.encode_text("x" * 5000), 30)) > 0
         go_on.set()
         await asyncio.gather(*opening)
 

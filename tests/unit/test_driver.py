@@ -442,7 +442,7 @@ async def test_a_lost_rank_ends_every_request_with_the_cause() -> None:
         with pytest.raises(RankLost):
             await r.answer(request([5]))
         with pytest.raises(RankLost):
-            await asyncio.wait_for(r.engine.failed(), 1.0)
+            await asyncio.wait_for(r.engine.failed(), 30.0)
         health = r.engine.health()
         assert health.is_lost and health.reasons[0]["code"] == "rank_lost"
 

@@ -23,7 +23,7 @@ from tests.ports import free_base
 DRIVER = """
 import socket, subprocess, sys, time
 listener = socket.create_server(("127.0.0.1", int(sys.argv[1])))
-rank = "import time; time.sleep(60)"
+rank = "import time; time.sleep(600)"
 server = f"import subprocess, sys; ranks = [subprocess.Popen([sys.executable, '-c', {rank!r}]) for _ in range(2)];"
 server += "print(*(r.pid for r in ranks), flush=True); [r.wait() for r in ranks]"
 subprocess.run([sys.executable, "-c", server])
@@ -63,7 +63,7 @@ def state(pid: int) -> str:
 
 
 def becomes(pid: int, wanted: str) -> bool:
-    until = time.monotonic() + 5.0
+    until = time.monotonic() + 60.0
     while state(pid) not in wanted:
         if time.monotonic() > until:
             return False

@@ -116,7 +116,7 @@ def test_a_switch_that_stays_ends_by_its_time_by_clearing_or_by_another_reason()
         waiting.start()
         is_closed.set() if end == switches.notify else None
         end()
-        waiting.join(5.0)
+        waiting.join(30.0)
         assert not waiting.is_alive()
 
 

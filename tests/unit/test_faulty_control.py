@@ -90,11 +90,13 @@ async def test_a_driver_that_says_nothing_is_down_for_its_peer_alone(mute: str) 
 
 async def test_a_late_grant_is_taken() -> None:
     async with pair() as p:
-        p.switches["d"].set(Fault(name="late_record", record="Grant", seconds=0.05))
+        p.switches["d"].set(Fault(name="late_record", record="Grant", seconds=1.0))
         leg = p.prefill_leg().send()
         await settle()
         assert not any(isinstance(record, Grant) for record in p.router.sent)
-        await asyncio.sleep(0.2)
+        async with asyncio.timeout(60.0):
+            while not any(isinstance(record, Grant) for record in p.router.sent):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         await settle()
         p.close_lanes("t")
         assert await leg.ends() == [None, None]

@@ -511,7 +511,7 @@ async def test_the_deadline(folder, stream):
 
 async def test_silence_can_be_filled_with_comments(folder, text):
     async def script(request):
-        await asyncio.sleep(0.08)
+        await asyncio.sleep(0.5)
         async for delta in plays(ids_of(text, "x"))(request):
             yield delta
 
@@ -521,7 +521,7 @@ async def test_silence_can_be_filled_with_comments(folder, text):
     assert events_of(answer.content.replace(b": keep-alive\n\n", b""))[-1] == "[DONE]"
 
     async def broken(request):
-        await asyncio.sleep(0.08)
+        await asyncio.sleep(0.5)
         raise RankLost("rank 0")
         yield
 

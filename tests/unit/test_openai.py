@@ -84,7 +84,7 @@ def test_what_would_take_long_to_read_is_refused_before(monkeypatch, raw, what):
     begun = time.process_time()
     status, code, param, message = refusal(lambda: decode_body(raw))
     assert (status, code, param) == (400, "invalid_json", None) and what in message
-    assert time.process_time() - begun < 1  # 0.16 s of the 6 that reading the first took
+    assert time.process_time() - begun < 2  # 0.16 s of the 6 that reading the first took
 
 
 def test_what_is_read_of_all_calls_together_is_limited():

@@ -79,7 +79,7 @@ async def test_a_link_task_that_breaks_ends_the_instance() -> None:
     await starting
     pair.dealer.inbox.put_nowait(None)  # type: ignore[arg-type]
     with pytest.raises(EngineFault):
-        await asyncio.wait_for(instance.failed(), 5.0)
+        await asyncio.wait_for(instance.failed(), 60.0)
     await end(pair, instance)
 
 
@@ -92,4 +92,4 @@ async def test_an_instance_that_lost_a_rank_has_time_to_say_so() -> None:
     await pair.clock.advance(1.0)  # a poll of a balancer falls into this time
     assert not closing.done()
     await pair.clock.advance(0.3)
-    await asyncio.wait_for(closing, 5.0)
+    await asyncio.wait_for(closing, 60.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from longcat_pd.cluster.record import RunFolder, State
 
 # The first thread ends alone, as of a process that exits while another of its threads is in a device's driver.
 IN_PARTS = """
-import ctypes, os, platform, threading, time
+import ctypes, os, platform, signal, sys, threading
+signal.alarm(300)
 def rest():
-    time.sleep(1.5)
+    open(sys.argv[1]).read()
     print("the end", flush=True)
     os._exit(7)
 threading.Thread(target=rest).start()
@@ -72,7 +74,9 @@ def test_processes_that_are_hidden_are_those_of_others(tmp_path: Path, monkeypat
 
 
 def test_a_process_has_ended_when_all_of_its_threads_have(tmp_path: Path) -> None:
-    children, state = begun(tmp_path, sys.executable, "-c", IN_PARTS)
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)  # the last thread ends when it has been opened
+    children, state = begun(tmp_path, sys.executable, "-c", IN_PARTS, str(gate))
     (process,) = state.processes
     deadline = time.monotonic() + 60.0
     while process.is_alive:
@@ -87,7 +91,10 @@ def test_a_process_has_ended_when_all_of_its_threads_have(tmp_path: Path) -> Non
         if event.ended is not None:
             os.close(up)  # whoever gave the job has heard it
 
+    opening = threading.Timer(1.0, gate.write_text, [""])
+    opening.start()
     assert not agent_start._is_kept(state, children, orders=Orders(down), say=say)
+    opening.join()
     os.close(down)
     (ended,) = (event.ended for event in said if event.ended is not None)
     assert (ended.service, ended.status, ended.lines) == ("d0", 7, ("the end",))

@@ -71,8 +71,14 @@ class Served:
             cuts.append(cut.set_result)
             self.ends.append(await cut)
 
+    async def drains(self) -> None:
+        """Wait until it has heard that it is to end."""
+        async with asyncio.timeout(60.0):
+            while not self.gate.is_draining:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
     async def status(self) -> int:
-        return await asyncio.wait_for(self.process, 10.0)
+        return await asyncio.wait_for(self.process, 60.0)
 
 
 @asynccontextmanager
@@ -119,7 +125,7 @@ async def test_a_rank_lost_while_draining_is_a_fault() -> None:
         request = s.open_request()
         await asyncio.sleep(0)
         send()
-        await asyncio.sleep(0.05)
+        await s.drains()
         s.instance.is_lost.set()
         assert await s.status() == run.STATUS_FAULT
         await request
@@ -134,7 +140,7 @@ async def test_a_server_that_is_told_to_end_cannot_be_undrained() -> None:
         request = s.open_request()
         await asyncio.sleep(0)
         send()
-        await asyncio.sleep(0.05)
+        await s.drains()
         s.gate.undrain()
         with pytest.raises(WorkerUnavailable) as refused:
             s.gate.check()
@@ -144,9 +150,9 @@ async def test_a_server_that_is_told_to_end_cannot_be_undrained() -> None:
         await request
 
 
-async def _twice(_: Served) -> None:
+async def _twice(s: Served) -> None:
     send()
-    await asyncio.sleep(0.05)
+    await s.drains()
     send(signal.SIGINT)
 
 
@@ -160,7 +166,7 @@ async def _from_elsewhere(s: Served) -> None:
 
 async def _from_elsewhere_too(s: Served) -> None:
     s.told_to_end.set()
-    await asyncio.sleep(0.05)
+    await s.drains()
     send()
 
 
@@ -230,7 +236,7 @@ async def test_connections_that_cannot_be_taken_do_not_fill_the_log(
             run.serve_app(no_app, listener, Instance(), gate=Gate(), drain_timeout_s=1.0, clock=MonotonicClock())
         )
         stranger.connect(listener.getsockname())
-        await asyncio.wait_for(listener.was_tried.wait(), 10)
+        await asyncio.wait_for(listener.was_tried.wait(), 60)
         os.kill(os.getpid(), signal.SIGTERM)
         assert await serving == run.STATUS_OK
     lines = [line for line in out.getvalue().splitlines() if "connection_not_taken" in line]

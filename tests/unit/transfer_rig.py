@@ -49,7 +49,7 @@ class Reports:
             self.all.append(closed)
             self._changed.notify_all()
 
-    def wait(self, count: int, timeout_s: float = 5.0) -> list[TransferClosed]:
+    def wait(self, count: int, timeout_s: float = 60.0) -> list[TransferClosed]:
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.all) >= count, timeout_s), self.all
             return list(self.all)
@@ -98,7 +98,7 @@ class Rig:
     kvp: int = 1
     groups: int = 1
     num_blocks: int = 64
-    options: LaneOptions = field(default_factory=lambda: LaneOptions(timeout_s=5.0))
+    options: LaneOptions = field(default_factory=lambda: LaneOptions(timeout_s=30.0))
     network: LoopbackNetwork = field(default_factory=LoopbackNetwork)
     switches: Switches = field(default_factory=Switches)
     on_message: Callable[[Header], None] = lambda _header: None  # each that is about to leave
