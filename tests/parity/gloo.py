@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -16,6 +15,7 @@ from longcat_pd.parallel.mesh import Mesh
 from longcat_pd.parallel.platform import platform_of
 from tests import pretend
 from tests.forks import start_server
+from tests.ports import free_base
 
 R = TypeVar("R")
 BLOCK_SIZE = 8
@@ -31,9 +31,7 @@ def rank_specs(
     device: Literal["cpu", "npu"] = "cpu",
 ) -> list[RankSpec]:
     """What the ranks of an instance in fp32 are told. ``npu``: the processor under that name, see ``pretend``."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_base()
     engine = EngineConfig(
         block_size=BLOCK_SIZE,
         max_model_len=512,

@@ -41,7 +41,7 @@ class ThreadGroup:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.barrier = threading.Barrier(size, timeout=30)
+        self.barrier = threading.Barrier(size, timeout=120)
         self.items: list[Any] = [None] * size
 
     def exchange(self, rank: int, item: Any) -> list[Any]:

@@ -313,7 +313,7 @@ def wait_for_nobody(spec: RankSpec, mesh: Mesh) -> float:
 def test_a_collective_that_a_rank_never_enters_ends() -> None:
     specs = rank_specs(NOWHERE, ParallelConfig(kvp_size=2, attn_tp_size=2), timeout_s=1.0)
     waited = on_ranks(specs, wait_for_nobody)[0]
-    assert 0.5 < waited < 10.0
+    assert 0.5 < waited < 60.0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -324,4 +324,4 @@ def test_a_rank_that_never_comes_is_said_in_one_line(rank: int, monkeypatch: pyt
     began = time.monotonic()
     with pytest.raises(RankLost, match=r"not all 2 ranks came to the rendezvous at 127\.0\.0\.1:\d+ within 1 s"):
         Mesh.join(spec)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 20.0
