@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import select
 import signal
@@ -20,6 +21,8 @@ from pathlib import Path
 
 from longcat_pd.errors import ConfigError
 
+# no such id; or one that a thread of another process has by now, with the second number before Linux 6.15
+_NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)
 KILL_S = 20.0  # until a process that was killed has ended: one that waits for a device or a disk may not
 
 
@@ -188,7 +191,9 @@ def _descriptor(process: Process, stack: contextlib.ExitStack) -> int | None:
     """
     try:
         fd = os.pidfd_open(process.pid)
-    except ProcessLookupError:
+    except OSError as error:
+        if error.errno not in _NO_PROCESS:
+            raise
         return None
     stack.callback(os.close, fd)
     return fd if _look_at(process) is not None else None

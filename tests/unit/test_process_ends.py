@@ -14,7 +14,7 @@ import pytest
 
 from longcat_pd.cluster import agent_start, agent_stop, processes
 from longcat_pd.cluster.jobs import Event, Orders
-from longcat_pd.cluster.processes import Children, StillAlive, kill_sessions
+from longcat_pd.cluster.processes import Children, Process, StillAlive, kill_sessions, life
 from longcat_pd.cluster.record import RunFolder, State
 
 # The first thread ends alone, as of a process that exits while another of its threads is in a device's driver.
@@ -71,6 +71,30 @@ def test_processes_that_are_hidden_are_those_of_others(tmp_path: Path, monkeypat
         killed = kill_sessions(state.processes)
     assert killed == [state.processes[0].pid]
     assert children.exit_status(state.processes[0]) == 128 + signal.SIGKILL
+
+
+def test_an_id_that_a_thread_of_another_has_now_is_nobody_of_ours(tmp_path: Path) -> None:
+    over, ids = threading.Event(), list[int]()
+    begun = threading.Event()
+
+    def stay() -> None:
+        ids.append(threading.get_native_id())
+        begun.set()
+        over.wait()
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    try:
+        begun.wait()
+        process = Process(name="d0", pid=ids[0], started=1, life=life(), log=str(tmp_path / "d0.log"), ready_url="")
+        state = State(config="c.yaml", url="", drain_s=1.0, ports=(), processes=(process,))
+        RunFolder(tmp_path).write(state)
+        stopped = agent_stop.end_all(RunFolder(tmp_path), state, within_s=1.0)
+    finally:
+        over.set()
+        thread.join()
+    assert (stopped.num_killed, stopped.late, stopped.left) == (0, (), ())
+    assert RunFolder(tmp_path).read() is None
 
 
 def test_a_process_has_ended_when_all_of_its_threads_have(tmp_path: Path) -> None:
