@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -161,7 +162,7 @@ class Cluster:
 def cluster_of(options: argparse.Namespace) -> Cluster:
     """What the options name. Needs the checkpoint's config.json only if this machine has it. Raises ConfigError."""
     config = unresolved(options.config, options.overrides)
-    if (Path(config.model.path) / "config.json").is_file():
+    if os.access(Path(config.model.path) / "config.json", os.F_OK):  # also of a folder that this user may not enter
         config = load(options.config, options.overrides)
     return _cluster(options, config, as_json(options.config, options.overrides))
 

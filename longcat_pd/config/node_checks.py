@@ -39,6 +39,7 @@ def check_nodes(role: Role, pool: PoolConfig, *, found: Findings) -> None:
 
 def check_hosts(config: ClusterConfig, pools: list[tuple[Role, PoolConfig]], *, found: Findings) -> None:
     """How machines are reached, and what the services on one of them must not share."""
+    _check_names(config, pools, found=found)
     _check_paths(config.hosts, found=found)
     _check_key(config, pools, found=found)
     _check_environments(config, pools, found=found)
@@ -92,6 +93,19 @@ def _check_key(config: ClusterConfig, pools: list[tuple[Role, PoolConfig]], *, f
                 key = f"{role}.instances[{place}].nodes"
                 text = f"is needed where others reach {key}={reached}; only loopback addresses go without"
                 found.cross(["cluster_key_file", key], f"cluster_key_file: {text}")
+
+
+def _check_names(config: ClusterConfig, pools: list[tuple[Role, PoolConfig]], *, found: Findings) -> None:
+    """A name that cannot be spelt for the resolver, such as one with two dots in a row, is not even looked for."""
+    given = [("load_balancer.host", config.load_balancer.host), ("load_balancer.node", config.load_balancer.node)]
+    for role, pool in pools:
+        for place, instance in enumerate(pool.instances):
+            given += [(f"{role}.instances[{place}].nodes", node) for node in instance.nodes]
+    for key, name in given:
+        try:
+            name.encode("idna")
+        except UnicodeError:
+            found.cross([key], f"{key}: {name!r} is neither an address nor a name that a machine can have")
 
 
 def _check_environments(config: ClusterConfig, pools: list[tuple[Role, PoolConfig]], *, found: Findings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ def planned(path: Path, overrides: Sequence[str]) -> tuple[ClusterConfig, dict[s
     Raises ConfigError.
     """
     config = cluster(path, overrides)
-    if not (Path(config.model.path) / "config.json").is_file():
+    if not os.access(Path(config.model.path) / "config.json", os.F_OK):
         text = "holds no config.json here: pods ask for no memory, and compiled graphs count where buckets are given"
         sys.stderr.write(f"note: model.path={config.model.path} {text}\n")
         return config, {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +52,23 @@ def test_what_runs_in_another_folder_of_the_same_machine_is_asked_for(
     with pytest.raises(ConfigError, match=r"cluster is already running: d0 \(pid 7\) on 127.0.0.1; stop it first"):
         start._refuse_what_runs_elsewhere(running_cluster_of(options), cluster_of(options))
     assert asked == ["/srv/old/run/cluster"]
+
+
+def test_a_checkpoint_that_cannot_be_looked_at_here_is_left_to_its_machine(options: argparse.Namespace) -> None:
+    """As in a folder that this user may not enter; root may enter all, and so has a name that no folder can have."""
+    path = str(options.root / ("far" * 1000))
+    options.overrides.append(f"model.path={path}")
+    assert cluster_of(options).config.model.path == path
+
+
+@pytest.mark.parametrize("key", ["load_balancer.host", "load_balancer.node", "decode.instances.0.nodes"])
+@pytest.mark.parametrize("name", ["node1..example", "n" * 64, "caf\u00e9..", "\ud800"])
+def test_a_name_that_no_machine_can_have_is_refused_with_its_key(options: argparse.Namespace, key: str, name: str) -> None:
+    value = json.dumps([name] if key.endswith("nodes") else name)
+    options.overrides += ["cluster_key_file=/k", "load_balancer.node=127.0.0.1", f"{key}={value}"]
+    with pytest.raises(ConfigError, match="is neither an address nor a name that a machine can have") as refused:
+        cluster_of(options)
+    assert refused.value.message.startswith(key.replace(".0.", "[0]."))
 
 
 @pytest.mark.parametrize("node", ["0.0.0.0", "'::'", "127.0.0.1"])
