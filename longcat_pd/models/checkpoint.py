@@ -60,7 +60,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if index.is_file():
         try:
             weight_map = json.loads(index.read_bytes())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
+        except OSError as error:
+            raise ConfigError(f"{index}: cannot be read ({error.strerror})", param="model.path") from error
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{index}: not an index of safetensors shards ({error})", param="model.path") from error
         if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise ConfigError(f"{index}: weight_map is not a map from tensor to file name", param="model.path")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import InstanceSpec
+from longcat_pd.errors import ConfigError
 from longcat_pd.kv_transfer.hello import Identity, make_hello
 from longcat_pd.kv_transfer.messages import Hello
 from longcat_pd.models.checkpoint import checkpoint_digest
@@ -29,9 +30,14 @@ def own_hello(spec: InstanceSpec, model: ModelConfig) -> Hello:
 
 
 def _files_digest(folder: Path) -> str:
-    """Of the files that make ids from text and say how an answer is drawn; one that is missing counts as empty."""
+    """Of the files that make ids from text and say how an answer is drawn; one that is missing counts as empty. Raises
+    ConfigError for one that cannot be read.
+    """
     digest = hashlib.sha256()
     for name in _TOKENIZER_FILES:
-        content = (folder / name).read_bytes() if (folder / name).is_file() else b""
+        try:
+            content = (folder / name).read_bytes() if (folder / name).is_file() else b""
+        except OSError as error:
+            raise ConfigError(f"{folder / name}: cannot be read ({error.strerror})", param="model.path") from error
         digest.update(f"{name} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:16]

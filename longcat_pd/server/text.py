@@ -66,10 +66,9 @@ class TextProcessor:
             return cls(vocab_size)
         try:
             tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-            config_path = path.with_name("tokenizer_config.json")
-            config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}", param="model.path") from None
+            raise _unreadable(path, error) from None
+        config = _tokenizer_config(path.with_name("tokenizer_config.json"))
         return cls(vocab_size, tokenizer, tokenizer_config=config, template=ChatTemplate.load(folder, config))
 
     @property
@@ -245,9 +244,12 @@ class ChatTemplate:
     def load(cls, folder: str, tokenizer_config: Mapping[str, Any]) -> ChatTemplate | None:
         """``chat_template.jinja``, else the one in ``tokenizer_config.json``, else None."""
         path = Path(folder) / "chat_template.jinja"
-        source = path.read_text(encoding="utf-8") if path.exists() else tokenizer_config.get("chat_template")
+        try:
+            source = path.read_text(encoding="utf-8") if path.exists() else tokenizer_config.get("chat_template")
+        except (OSError, ValueError) as error:
+            raise _unreadable(path, error) from None
         if isinstance(source, list):  # several named ones
-            named = {entry["name"]: entry["template"] for entry in source}
+            named = {str(entry.get("name")): entry.get("template") for entry in source if isinstance(entry, dict)}
             source = named.get("default")
         if not isinstance(source, str):
             return None
@@ -278,6 +280,23 @@ class ChatTemplate:
             ValueError,
         ) as e:
             raise InvalidRequest(f"the chat template does not accept this conversation: {e}", param="messages") from None
+
+
+def _tokenizer_config(path: Path) -> dict[str, Any]:
+    """What the file says, nothing if there is none. Raises ConfigError."""
+    if not path.exists():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unreadable(path, error) from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds no JSON object", param="model.path")
+    return config
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{path} cannot be read: {error}", param="model.path")
 
 
 def special_token(tokenizer_config: Mapping[str, Any], name: str) -> str | None:

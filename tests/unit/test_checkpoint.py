@@ -47,6 +47,17 @@ def test_damaged_index_is_named(tmp_path: Path, text: str) -> None:
         open_checkpoint(tmp_path)
 
 
+def test_an_index_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json: cannot be read \(Permission denied\)"):
+        open_checkpoint(tmp_path)
+
+
+def refused(path: Path) -> bytes:
+    raise PermissionError(13, "Permission denied", str(path))
+
+
 def test_index_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../other.safetensors"}}))
     with pytest.raises(ConfigError, match="not a file name inside the folder"):

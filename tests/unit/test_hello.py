@@ -12,6 +12,7 @@ import torch
 from longcat_pd.config import resolve
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.shipped import shipped_checkpoint
+from longcat_pd.errors import ConfigError
 from longcat_pd.kv_cache.spec import CacheSpec
 from longcat_pd.kv_transfer.hello import cache_entries, fingerprint
 from longcat_pd.server.identity import own_hello
@@ -71,3 +72,19 @@ def test_copies_that_make_other_ids_or_draw_otherwise_are_told_apart(name: str, 
     (other / name).write_text((other / name).read_text() + "\n")
     changed = own_hello(resolve.standalone(str(other), [], host="127.0.0.1", port=1), config)
     assert changed.model_digest == first.model_digest and changed.tokenizer_digest != first.tokenizer_digest
+
+
+def test_a_file_of_the_checkpoint_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the weights of another user may be read, and the tokenizer may not."""
+    read = Path.read_bytes
+
+    def refused(path: Path) -> bytes:
+        if path.name == "tokenizer.json":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    folder = shipped_checkpoint()
+    spec = resolve.standalone(str(folder), [], host="127.0.0.1", port=1)
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with pytest.raises(ConfigError, match=r"/tokenizer\.json: cannot be read \(Permission denied\)"):
+        own_hello(spec, ModelConfig.load(folder))

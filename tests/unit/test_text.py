@@ -3,7 +3,7 @@ import json
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from longcat_pd.errors import InvalidRequest
+from longcat_pd.errors import ConfigError, InvalidRequest
 from longcat_pd.server.sampling_defaults import SamplingDefaults
 from longcat_pd.server.text import ChatTemplate, TextProcessor
 from tests.unit.fake_service import write_folder
@@ -104,6 +104,32 @@ def test_templates_are_found(tmp_path):
         assert TextProcessor.load(folder).template.source == "from config"
     (tmp_path / "m" / "chat_template.jinja").write_text("from file")
     assert TextProcessor.load(folder).template.source == "from file"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("chat_template.jinja", b"\xff"),
+        ("tokenizer_config.json", b"null"),
+        ("tokenizer_config.json", b"[]"),
+        ("tokenizer_config.json", b"{"),
+        ("tokenizer_config.json", b"[" * 100_000),
+        ("tokenizer.json", b"\xff"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_its_own_name(tmp_path, name, content):
+    folder = write_folder(tmp_path / "m")
+    (tmp_path / "m" / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"/{name}"):
+        TextProcessor.load(folder)
+
+
+@pytest.mark.parametrize("given", [[{}], [None], [{"name": []}]])
+def test_named_templates_without_a_default_are_none(tmp_path, given):
+    folder = write_folder(tmp_path / "m")
+    (tmp_path / "m" / "chat_template.jinja").unlink()
+    (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
+    assert TextProcessor.load(folder).template is None
 
 
 def test_a_checkpoint_without_tokenizer_refuses_text(tmp_path):
