@@ -5,12 +5,16 @@ A command that needs no torch starts without it. Knows nothing of what the comma
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, what this user may have of it, a file
 
 
 class Command(NamedTuple):
@@ -46,14 +50,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command is None:
         sys.stderr.write(f"error: {given[0]!r} is not a command\n{_usage()}")
         return 2
-    run = vars(importlib.import_module(command.module))[command.function]
     try:
+        run = vars(importlib.import_module(command.module))[command.function]
         status = int(run(given[1:]))
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read has seen enough; the interpreter must not try again at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read has seen enough
+        _drop_the_rest()
         return 0
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.stderr.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)  # whoever waits has to see of what it ended
+        raise
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        _drop_the_rest()
+        sys.stderr.write(f"error: nothing more can be written: {error.strerror}\n")
+        return 1
     return status
+
+
+def _drop_the_rest() -> None:
+    """Of standard output, which the interpreter must not try to write at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _usage() -> str:
