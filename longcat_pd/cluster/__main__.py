@@ -24,10 +24,12 @@ OF_WHAT_RUNS = ("stop", "status", "logs")  # they mean what was started, whateve
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb. Exit status: 0 done, 1 failed, 2 refused, 3 (status) not running; of a failed start the culprit's."""
-    options = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(given)
     options.root = options.root.absolute()
     options.config = Path(options.config or options.root / DEFAULT_CONFIG).absolute()
     try:
+        _check_text([*given, str(options.root), str(options.config)])
         if options.verb not in OF_WHAT_RUNS or not is_known_to_run(options):
             options.overrides = overlay.overrides(options.config, options)
         return VERBS[options.verb].main(options)
@@ -41,6 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read has seen enough; the interpreter must not try again at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK if options.verb in ("status", "logs", "doctor") else EXIT_FAILED
+
+
+def _check_text(given: Sequence[str]) -> None:
+    """Paths and options travel to the machines as text. Raises ConfigError."""
+    for text in given:
+        if (shown := os.fsencode(text).decode(errors="replace")) != text:
+            raise ConfigError(f"{shown}: is not UTF-8, which paths and options have to be here")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -20,7 +20,11 @@ from longcat_pd.sizing.preflight import free_memory_bytes, port_findings, total_
 
 def findings(job: Job, folder: RunFolder) -> Iterator[str]:
     """One line for each. Writes the configuration for the services to read."""
-    write_private(folder.config, job.text)
+    try:
+        write_private(folder.config, job.text)
+    except OSError as error:
+        yield f"{folder.config}: cannot be written: {error.strerror}"
+        return
     yield from port_findings(job.ports)
     for file in job.setup_files:
         if not os.access(file, os.R_OK):

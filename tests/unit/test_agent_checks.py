@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from longcat_pd.cluster import agent_checks
+from longcat_pd.cluster.jobs import Job
+from longcat_pd.cluster.record import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,15 @@ def test_a_name_that_is_another_machine_to_others(
 
 def test_an_address_is_what_it_says() -> None:
     assert list(agent_checks.address_findings(["127.0.0.1"])) == [], "whether it may be used is config's to say"
+
+
+def test_a_configuration_that_cannot_be_written(tmp_path: Path) -> None:
+    """As on a full disk; here its folder is gone."""
+    folder = RunFolder(tmp_path / "gone")
+    job = Job(config="c.yaml", text="{}", folder=str(folder.path), logs="", url="", nodes=(), services=(), ports=())
+    assert list(agent_checks.findings(job, folder)) == [
+        f"{folder.path}/cluster.yaml: cannot be written: No such file or directory"
+    ]
 
 
 def test_logs_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

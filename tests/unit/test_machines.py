@@ -107,6 +107,20 @@ class _Hashed:
         self.machine = session.machine
 
 
+@pytest.mark.parametrize("verb", ["start", "stop", "restart", "status", "logs"])
+@pytest.mark.parametrize(
+    "given", [["caf\udce9.yaml"], ["ok.yaml", "--model-path", "/caf\udce9"], ["ok.yaml", "--set", "log_dir=/caf\udce9"]]
+)
+def test_what_is_no_text_is_refused(
+    verb: str, given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Paths of other encodings; those of the machines travel as JSON."""
+    assert verbs.main(["--root", str(tmp_path), verb, *given]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ") and shown.endswith("is not UTF-8, which paths and options have to be here\n")
+    assert "caf\ufffd" in shown
+
+
 @pytest.mark.parametrize("verb", ["start", "stop", "restart"])
 @pytest.mark.parametrize("timeout", ["inf", "nan", "-1", "1e300", "soon"])
 def test_a_time_that_cannot_be_waited_for_is_refused(verb: str, timeout: str, capsys: pytest.CaptureFixture[str]) -> None:
