@@ -8,10 +8,12 @@ all is done. The same seed, threads, torch and kind of processor give the same f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
+import fcntl
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,29 +37,44 @@ ERASE = "\x1b[K"  # what is left of a longer line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, then write both checkpoints. Exit status 0; 2: another training or checkpoint is there already."""
+    """Train, then write both checkpoints. Exit status 0; 2: another training or checkpoint is there already, or nothing can
+    be written there."""
     parser = argparse.ArgumentParser(prog="python -m tools.train_tiny", description=__doc__)
     parser.add_argument("out", type=Path, help="folder for the checkpoints and the state")
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument("--steps", type=int, default=Recipe.steps)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args(arguments)
+    if options.threads < 1:
+        parser.error(f"argument --threads: {options.threads}: must be at least 1")
     torch.set_num_threads(options.threads)
     torch.use_deterministic_algorithms(True)  # else the threads of a scattered sum end in any order; costs no time here
     keep_memory()
     recipe = replace(Recipe(), seed=options.seed, steps=options.steps)
     try:
-        train(recipe, options.out)
-    except ConfigError as error:
+        with alone(options.out / "state"):
+            train(recipe, options.out)
+    except (ConfigError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
 
 
+@contextlib.contextmanager
+def alone(state: Path) -> Iterator[None]:
+    """Make the folder and keep other trainings out of it, which would write the same files. Raises ConfigError."""
+    state.mkdir(parents=True, exist_ok=True)
+    with (state / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"{state}: another training is at work there") from error
+        yield
+
+
 def train(recipe: Recipe, out: Path) -> None:
     """Go on or begin, and write what came of it. Raises ConfigError."""
     state = out / "state"
-    state.mkdir(parents=True, exist_ok=True)
     text = export.text_files(state / "text", seed=recipe.seed)
     torch.manual_seed(recipe.seed)
     alike = spaced_pieces(Tokenizer.from_file(str(state / "text" / "tokenizer.json")))

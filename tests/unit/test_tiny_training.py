@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import random
 import shutil
 import subprocess
@@ -181,6 +182,22 @@ def test_the_command_gives_the_same_files_twice(tmp_path: Path) -> None:
         2,
         f"error: {second / 'bf16'} exists already, and {second / 'state'} holds no training that it could be of\n",
     )
+
+
+def test_two_trainings_do_not_write_the_same_files(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    with (tmp_path / "state" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert trained(tmp_path) == (2, f"error: {tmp_path / 'state'}: another training is at work there\n")
+    assert [file.name for file in (tmp_path / "state").iterdir()] == ["lock"]
+
+
+def test_what_cannot_be_done_is_told_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    status, told = trained(tmp_path / "file")
+    assert status == 2 and told.startswith("error: ") and told.count("\n") == 1, told
+    status, told = trained(tmp_path, "--threads", "0")
+    assert status == 2 and told.endswith("error: argument --threads: 0: must be at least 1\n"), told
 
 
 def trained(out: Path, *options: str) -> tuple[int, str]:
