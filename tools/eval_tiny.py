@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = [*AS_SERVED, *options.overrides]
     models = [model.absolute() for model in options.model or SHIPPED]
     try:
+        _check_places([file for file in (options.write, options.wrong) if file is not None])
         checkpoints = [checkpoint(model) for model in models]
         platform_of("cpu").prepare_rank()  # the engine of this process is one
         found = asyncio.run(_all_runs(models, cases, HOWS[options.how], settings))
@@ -56,6 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.wrong is not None:
         options.wrong.write_text("".join(wrong_answers(cases, run) for run in found), encoding="utf-8")
     return 0 if is_passed(found) else 1
+
+
+def _check_places(files: Sequence[Path]) -> None:
+    """Before anything is asked, which takes long. Raises ConfigError."""
+    for file in files:
+        if file.is_dir() or not os.access(file.absolute().parent, os.W_OK | os.X_OK):
+            raise ConfigError(f"{file}: cannot be written there")
 
 
 async def _all_runs(

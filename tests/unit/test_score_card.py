@@ -534,3 +534,12 @@ def test_wrong_answers_are_told_with_what_was_expected() -> None:
 def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", str(tmp_path / "none"), "--how", "standalone"]) == 2
     assert "config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--write", "--wrong"])
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_asked(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place in (tmp_path, tmp_path / "gone" / "page.md"):
+        assert main([option, str(place), "--model", str(tmp_path / "none")]) == 2
+        assert capsys.readouterr().err == f"error: {place}: cannot be written there\n"
