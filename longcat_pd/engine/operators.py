@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 import torch
 
 from longcat_pd import kernels
+from longcat_pd.config.checks import chunk_rows
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import InstanceSpec, NpuConfig
 from longcat_pd.errors import ConfigError
@@ -64,10 +65,12 @@ def sizes_of(instance: InstanceSpec, config: ModelConfig, *, is_int8: bool) -> k
 
 
 def most_rows(instance: InstanceSpec) -> int:
-    """The most rows that a rank hands in to experts at once: its share of a decode step, or of a chunk of prompts."""
+    """The most rows that a rank hands in to experts at once: its share of a decode step, or of a chunk of prompts, of which
+    a rank of ``cp`` has whole blocks."""
     parallel, engine = instance.parallel, instance.engine
     decoded = engine.max_num_seqs // parallel.dp_size * (1 + engine.num_draft_tokens)
-    prompts = 0 if instance.role == "decode" else -(-engine.max_num_batched_tokens // parallel.cp_size)
+    chunk = engine.max_num_batched_tokens
+    prompts = 0 if instance.role == "decode" else min(chunk_rows(engine, parallel), chunk)
     return -(-max(decoded if instance.role != "prefill" else 0, prompts) // parallel.attn_tp_size)
 
 

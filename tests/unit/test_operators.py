@@ -12,10 +12,12 @@ import torch
 
 from longcat_pd.config.model import ModelConfig
 from longcat_pd.config.schema import EngineConfig, InstanceSpec, ModelSection, NpuConfig, ParallelConfig, TransferConfig
+from longcat_pd.engine.budget import Budget
 from longcat_pd.engine.operators import most_rows, npu_settings, sizes_of
 from longcat_pd.kernels import NpuSettings, check_sizes
 from longcat_pd.kernels.npu.sizes import ModelSizes
 from longcat_pd.kernels.refusal import Unsupported
+from longcat_pd.kv_cache.layout import BlockSplit
 from tests.npu import device
 from tests.releases import CHAT, FULL_2_0
 
@@ -113,4 +115,13 @@ def test_rows_of_a_rank() -> None:
     alone = replace(decode(), role="standalone", engine=EngineConfig(max_num_seqs=8, max_num_batched_tokens=100))
     assert most_rows(alone) == 100
     prompts = replace(alone, role="prefill", parallel=ParallelConfig(pp_size=2, cp_size=8))
-    assert most_rows(prompts) == 13
+    assert most_rows(prompts) == 100, "a block lies on one rank"
+
+
+@pytest.mark.parametrize(("block_size", "tokens", "most"), [(128, 1024, 128), (128, 1536, 256), (1024, 2048, 1024)])
+def test_prompts_that_begin_alike_may_give_one_rank_of_cp_whole_blocks(block_size: int, tokens: int, most: int) -> None:
+    engine = EngineConfig(block_size=block_size, max_num_batched_tokens=tokens)
+    prompts = replace(decode(), role="prefill", parallel=ParallelConfig(cp_size=8), engine=engine)
+    budget, split = Budget(engine, prompts.parallel), BlockSplit(8, block_size)
+    on_one_rank = sum(budget.take(0, block_size, split) for _ in range(tokens // block_size) if budget)
+    assert on_one_rank == most == most_rows(prompts)
