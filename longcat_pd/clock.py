@@ -67,4 +67,6 @@ class MonotonicClock:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
+            elif not task.cancelled():
+                task.exception()  # of which nobody else hears if a cancellation comes in its turn
         raise TimeoutError(f"not within {seconds:.3f} s")

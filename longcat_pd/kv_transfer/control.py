@@ -156,6 +156,8 @@ class OpenTransfer:
             return await task
         finally:
             unfinished = {t for t in (task, failed) if not t.done()}
+            if task.done() and not task.cancelled():
+                task.exception()  # of which nobody else hears if a cancellation comes in its turn
             for t in unfinished:
                 t.cancel()
             if unfinished:

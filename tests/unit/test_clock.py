@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from longcat_pd.clock import MonotonicClock
+from longcat_pd.errors import TransferFailed
+from longcat_pd.kv_transfer.control import OpenTransfer
 
 
 async def test_a_wait_gives_its_result_or_ends_in_time_with_what_it_waited_for_cancelled() -> None:
@@ -60,3 +65,44 @@ async def test_what_is_waited_for_has_ended_when_the_wait_is_cancelled() -> None
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert ended
+
+
+Wait = Callable[[Awaitable[None]], Awaitable[None]]
+
+
+def _transfer() -> OpenTransfer:
+    return OpenTransfer("t", "d0", deadline=1e9, clock=MonotonicClock())
+
+
+WAITS: dict[str, Wait] = {
+    "of the clock": lambda work: MonotonicClock().within(5.0, work),
+    "of a transfer": lambda work: _transfer().during(work),
+    "of a transfer for so long": lambda work: _transfer().within(5.0, work, "nothing"),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+@pytest.mark.parametrize("turns", [0, 1, 2, 3, 4])
+async def test_a_cancellation_in_the_turns_of_an_error_leaves_no_trace(wait: Wait, turns: int) -> None:
+    """asyncio writes one for an error that nobody has looked at; but this one is expected, and told elsewhere."""
+    told: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: told.append(context))
+    failure: asyncio.Future[None] = loop.create_future()
+
+    async def work() -> None:
+        await failure
+
+    waiting: asyncio.Future[None] = asyncio.ensure_future(wait(work()))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    failure.set_exception(TransferFailed("no"))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert waiting.cancelled() or isinstance(waiting.exception(), TransferFailed)
+    del waiting, failure
+    gc.collect()
+    await asyncio.sleep(0)
+    assert told == []
