@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from longcat_pd.metrics import TransferMetrics
 from longcat_pd.wire import MalformedRecord, Unsendable, unpack
 
 GRANT_MARGIN_S = 1.0  # the decode side judges first
+_OFFERED_KEPT = 4096  # more than are open, or have ended and ranks know of, at once
 
 
 class OutgoingTransfer(OpenTransfer):
@@ -173,6 +175,7 @@ class Offering:
         self._metrics = metrics
         self._refusals = Refusals()
         self._peers = {p.name: _Peer(Link(p.name, hello, clock), connect(p)) for p in peers}
+        self._offered: OrderedDict[str, None] = OrderedDict()  # ids of transfers, to whomever
 
     def states(self) -> dict[str, LinkState]:
         """By name of the peer."""
@@ -216,8 +219,11 @@ class Offering:
             raise WorkerUnavailable(f"{peer} is not in the configuration of {self._hello.name}", param="X-Longcat-Peer")
         if there.link.state != "up":
             raise TransferFailed(f"the link to {peer} is {there.link.state}", peer_gone=True)
-        if offer.transfer_id in there.transfers:
-            raise TransferFailed(f"transfer {offer.transfer_id} is open already")
+        if offer.transfer_id in self._offered:  # ranks and blocks know a transfer by its id alone
+            raise TransferFailed(f"transfer {offer.transfer_id} was offered before")
+        self._offered[offer.transfer_id] = None
+        if len(self._offered) > _OFFERED_KEPT:
+            self._offered.popitem(last=False)
         grant_s = math.inf if is_patient else there.greeting.pairs_within_s + GRANT_MARGIN_S
         transfer = OutgoingTransfer(offer, there, deadline=deadline, clock=self._clock, grant_s=grant_s)
         there.transfers[offer.transfer_id] = transfer

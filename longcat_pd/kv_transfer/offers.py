@@ -338,7 +338,7 @@ class Offers:
             refusal = f"the link of {peer.link.name} is {peer.link.state}"
         elif offer.transfer_id in self._ended:
             refusal = self._ended[offer.transfer_id]
-        elif offer.transfer_id in peer.transfers:
+        elif any(offer.transfer_id in other.transfers for other in self._peers.values()):
             refusal = "offered twice"
         elif fault := self._fault(offer):
             refusal = fault

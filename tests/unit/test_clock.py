@@ -102,7 +102,7 @@ async def test_a_cancellation_in_the_turns_of_an_error_leaves_no_trace(wait: Wai
     waiting.cancel()
     await asyncio.wait({waiting})
     assert waiting.cancelled() or isinstance(waiting.exception(), TransferFailed)
-    del waiting, failure
+    del waiting
     gc.collect()
     await asyncio.sleep(0)
     assert told == []
