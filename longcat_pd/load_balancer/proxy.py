@@ -98,9 +98,8 @@ class Proxy:
         try:
             ends: set[asyncio.Future[Any]] = {work, left, late, cut}
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if (
-                progress.told_at is not None and work not in done
-            ):  # who has the whole answer may go while the legs are closed
+            # who has the whole answer may go while the legs are closed
+            if progress.told_at is not None and work not in done:
                 done, _ = await asyncio.wait(ends - {left}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             # whatever ended it, the calls to the workers are closed before anything else happens
